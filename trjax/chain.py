@@ -1,0 +1,80 @@
+"""A model is a chain: named flax modules, each applied to the result of the one before.
+
+A module of a chain is called as `module(x, train=..., mask=...)`, where `mask` is 1 for real examples and 0
+for padding, keeps its parameters in `params`, running statistics in `batch_stats`, and may draw from the
+`dropout` stream. Nothing else is asked of it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+Chain = Mapping[str, nn.Module]
+"""Segments by name, in forward order."""
+
+
+def apply_segment(
+    module: nn.Module,
+    params: Any,
+    batch_stats: Any,
+    x: jax.Array,
+    *,
+    train: bool,
+    mask: jax.Array,
+    key: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """Applies one segment to a block of examples.
+
+    Args:
+        module: the segment.
+        params: its parameters.
+        batch_stats: its running statistics, `{}` if it has none or they are folded away.
+        x: input, leading dim = examples.
+        train: normalise with the batch and update the statistics, or use the statistics.
+        mask: float32, one per example: 0 keeps padding out of every statistic.
+        key: random key for dropout and the like.
+
+    Returns:
+        The output and the new running statistics.
+    """
+    variables = {"params": params, "batch_stats": batch_stats}
+    mutable = ["batch_stats"] if train else []
+    y, changed = module.apply(variables, x, train=train, mask=mask, rngs={"dropout": key}, mutable=mutable)
+    return y, changed.get("batch_stats", batch_stats)
+
+
+def init_chain(chain: Chain, key: jax.Array, image_shape: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns fresh parameters and running statistics, `{segment: tree}` each.
+
+    Segments are initialised with running statistics in use, so that no collective runs: a chain with
+    synchronised BatchNorm initialises outside a mesh too.
+    """
+    params, batch_stats = {}, {}
+    x, mask = jnp.zeros((1, *image_shape)), jnp.ones(1)
+    for index, (name, module) in enumerate(chain.items()):
+        streams = dict(zip(("params", "dropout"), jax.random.split(jax.random.fold_in(key, index)), strict=True))
+        x, variables = module.init_with_output(streams, x, train=False, mask=mask)
+        params[name], batch_stats[name] = variables.get("params", {}), variables.get("batch_stats", {})
+    return params, batch_stats
+
+
+def evaluate_chain(chain: Chain, params: Any, batch_stats: Any, x: jax.Array) -> jax.Array:
+    """Returns the logits of a block of examples, with running (or folded) statistics.
+
+    Args:
+        chain: the model.
+        params: `{segment: tree}`.
+        batch_stats: `{segment: tree}`; a segment whose statistics were folded away may be missing.
+        x: preprocessed images, shape (examples, height, width, channels).
+    """
+    mask, key = (
+        jnp.ones(x.shape[0]),
+        jax.random.key(0),
+    )  # evaluation masks examples in the sums, and draws nothing
+    for name, module in chain.items():
+        stats = batch_stats.get(name, {})
+        x, _ = apply_segment(module, params[name], stats, x, train=False, mask=mask, key=key)
+    return x

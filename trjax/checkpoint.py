@@ -1,0 +1,106 @@
+"""State to disk and back, atomically, at any world size: the last and the best of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from trjax.mesh import REPLICATED, placement
+from trjax.state import TrainState
+
+_METRIC = "test_top1"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run, in `folder`, by step; a save that did not finish is never seen."""
+
+    folder: Path
+    manager: ocp.CheckpointManager
+
+    @property
+    def last_step(self) -> int | None:
+        """Step of the last checkpoint."""
+        return self.manager.latest_step()
+
+    def top1(self, step: int | None) -> float | None:
+        """Test top-1 of a checkpoint; None if it was saved without one."""
+        metrics = None if step is None else self.manager.metrics(step)
+        return metrics[_METRIC] if metrics else None
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and test top-1 of the best checkpoint."""
+        step = self.manager.best_step()
+        top1 = self.top1(step)
+        return None if step is None or top1 is None else (step, top1)
+
+
+def open_checkpoints(folder: Path) -> Checkpoints:
+    """Opens (or creates) a run's checkpoints."""
+    policies = ocp.checkpoint_managers.preservation_policy
+    options = ocp.CheckpointManagerOptions(
+        best_fn=lambda metrics: metrics[_METRIC],
+        preservation_policy=policies.AnyPreservationPolicy(
+            [
+                policies.LatestN(n=1),
+                policies.BestN(
+                    get_metric_fn=lambda metrics: metrics[_METRIC],
+                    n=1,
+                    keep_checkpoints_without_metrics=False,
+                ),
+            ]
+        ),
+        # A save in the background reads arrays that the next step, their donee, already overwrites.
+        enable_async_checkpointing=False,
+        cleanup_tmp_directories=True,
+    )
+    folder = folder.absolute()
+    return Checkpoints(folder, ocp.CheckpointManager(folder, options=options))
+
+
+def save(
+    checkpoints: Checkpoints,
+    state: TrainState,
+    position: dict[str, Any],
+    config: dict[str, Any],
+    top1: float | None,
+) -> None:
+    """Writes a checkpoint of the state at its step, unless that step has one.
+
+    Args:
+        checkpoints: the run's.
+        state: replicated; written once.
+        position: where in the data the run is.
+        config: the run's configuration as plain types.
+        top1: test top-1 at this step, by which the best is kept; None keeps it only while it is the last.
+    """
+    step = int(state.step)
+    if step in checkpoints.manager.all_steps():
+        return
+    items = {
+        "state": ocp.args.StandardSave(state),
+        "position": ocp.args.JsonSave(position),
+        "config": ocp.args.JsonSave(config),
+    }
+    metrics = None if top1 is None else {_METRIC: top1}
+    checkpoints.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
+
+
+def restore(checkpoints: Checkpoints, shapes: TrainState, mesh: Mesh, formats: Any) -> TrainState:
+    """Returns the last checkpoint's state, placed on the mesh.
+
+    Args:
+        checkpoints: the run's, at least one saved.
+        shapes: of the state.
+        mesh: any, also of another world size than the one that saved.
+        formats: where each array is to lie.
+    """
+    where = placement(mesh, REPLICATED)
+    targets = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes)
+    items = ocp.args.Composite(state=ocp.args.StandardRestore(targets))
+    restored = checkpoints.manager.restore(checkpoints.last_step, args=items)
+    return jax.device_put(restored["state"], formats)

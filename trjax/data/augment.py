@@ -1,0 +1,54 @@
+"""From uint8 pixels to the network's input, on the device; augmentation keyed by example."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from trjax.config import DataConfig
+from trjax.data.batches import Batch
+from trjax.data.sources import DataSpec
+
+_STREAM = 1  # keeps augmentation apart from the initial parameters, which draw from the same seed
+
+Preprocess = Callable[[Batch, jax.Array], jax.Array]
+"""Maps a block and the epoch (int32 scalar) to float32 images."""
+
+
+def normalise(images: jax.Array, spec: DataSpec) -> jax.Array:
+    """Returns float32 images with the source's mean and deviation taken out, per channel."""
+    scaled = images.astype(jnp.float32) / 255
+    return (scaled - jnp.array(spec.mean)) / jnp.array(spec.std)
+
+
+def _crop(key: jax.Array, image: jax.Array, padding: int) -> jax.Array:
+    corner = jax.random.randint(key, (2,), 0, 2 * padding + 1)
+    padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
+    return jax.lax.dynamic_slice(padded, (*corner, 0), image.shape)
+
+
+def make_augment(data: DataConfig, spec: DataSpec, seed: int) -> Preprocess:
+    """Returns the training preprocessing: random crop with zero padding, random flip, normalisation.
+
+    What happens to an example is a function of (seed, epoch, its index): the same on any device, in any batch.
+    """
+
+    def vary_example(key: jax.Array, image: jax.Array) -> jax.Array:
+        crop_key, flip_key = jax.random.split(key)
+        if data.crop_padding:
+            image = _crop(crop_key, image, data.crop_padding)
+        if data.flip:
+            image = jnp.where(jax.random.bernoulli(flip_key), image[:, ::-1], image)
+        return image
+
+    def augment(block: Batch, epoch: jax.Array) -> jax.Array:
+        images = jnp.asarray(block.images)
+        if data.crop_padding or data.flip:
+            # threefry, by name: the device's own generator gives an example bits that depend on its position
+            stream = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _STREAM)
+            epoch_key = jax.random.fold_in(stream, epoch)
+            keys = jax.vmap(lambda index: jax.random.fold_in(epoch_key, index))(block.indices)
+            images = jax.vmap(vary_example)(keys, images)
+        return normalise(images, spec)
+
+    return augment

@@ -1,0 +1,113 @@
+"""Devices to mesh: which devices a run uses, the one axis over them, and the two ways to place arrays."""
+
+import contextlib
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXIS = "data"
+"""The mesh axis over which the batch is split and gradients are summed."""
+
+SPLIT = PartitionSpec(AXIS)
+"""Leading dim split over the devices, in order."""
+REPLICATED = PartitionSpec()
+"""The whole array on every device."""
+
+_MAX_DEVICES = 4096
+_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
+
+
+def parse_devices(spec: str) -> tuple[int, ...]:
+    """Returns the device indices that a specification names; empty for `all`.
+
+    >>> parse_devices("0-3"), parse_devices("0,2,5"), parse_devices("all")
+    ((0, 1, 2, 3), (0, 2, 5), ())
+
+    Raises:
+        ValueError: the specification is malformed, a range is reversed, or an index is repeated.
+    """
+    if spec.strip() == "all":
+        return ()
+    indices: list[int] = []
+    for part in spec.split(","):
+        first, dash, last = (text.strip() for text in part.partition("-"))
+        bounds = [first, last] if dash else [first]
+        if not all(bound.isascii() and bound.isdigit() for bound in bounds):
+            raise ValueError(f"devices={spec!r}: {part!r} is neither an index nor a range; write all, 0-3 or 0,2,5")
+        low, high = int(bounds[0]), int(bounds[-1])
+        if low > high:
+            raise ValueError(f"devices={spec!r}: the range {part.strip()} is reversed; write {high}-{low}")
+        if high >= _MAX_DEVICES:
+            raise ValueError(f"devices={spec!r}: index {high} is out of range; at most {_MAX_DEVICES} devices")
+        indices += range(low, high + 1)
+    repeated = sorted({index for index in indices if indices.count(index) > 1})
+    if repeated:
+        raise ValueError(f"devices={spec!r}: device {repeated[0]} is named more than once")
+    return tuple(indices)
+
+
+def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str) -> None:
+    """Selects the platform before JAX's first use, and on the CPU makes as many devices as named.
+
+    Without an NVIDIA driver the CUDA plugin is never asked, so that it does not log its failure.
+
+    Raises:
+        ValueError: `platform` is cuda and there is no NVIDIA driver, or `devices` is malformed.
+    """
+    indices = parse_devices(devices)
+    has_driver = any(Path(file).exists() for file in _DRIVER_FILES)
+    if platform == "cuda" and not has_driver:
+        raise ValueError("platform=cuda: no NVIDIA driver found on this machine; use --platform cpu")
+    chosen: str = jax.config.jax_platforms or ""  # type: ignore[attr-defined]  # by the environment, say
+    if platform == "auto" and not chosen:
+        platform = "cuda" if has_driver else "cpu"
+    with contextlib.suppress(RuntimeError):  # devices exist already: `make_mesh` says how many
+        if platform != "auto":
+            chosen = platform
+            jax.config.update("jax_platforms", platform)
+        if indices and chosen == "cpu":
+            jax.config.update("jax_num_cpu_devices", max(indices) + 1)
+
+
+def make_mesh(devices: str = "all") -> Mesh:
+    """Returns the one-axis mesh over the named devices, in the order named.
+
+    Raises:
+        ValueError: an index is out of range; says how many devices there are.
+    """
+    present = jax.devices()
+    indices = parse_devices(devices) or tuple(range(len(present)))
+    if max(indices) >= len(present):
+        raise ValueError(
+            f"devices={devices!r}: index {max(indices)} is out of range; "
+            f"there are {len(present)} {present[0].platform} devices, 0-{len(present) - 1}"
+        )
+    # Auto, because `jax.make_mesh` would make the axis Explicit, which types every array of the program.
+    return Mesh(np.array([present[index] for index in indices]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def split_batch(global_batch: int, world_size: int) -> int:
+    """Returns the local batch: no rank chooses its own.
+
+    >>> split_batch(96, 8)
+    12
+
+    Raises:
+        ValueError: not divisible; names the nearest valid sizes.
+    """
+    local_batch, rest = divmod(global_batch, world_size)
+    if rest:
+        nearest = [str(size * world_size) for size in (local_batch, local_batch + 1) if size]
+        raise ValueError(
+            f"global_batch={global_batch} is not divisible by world_size={world_size}; "
+            f"nearest valid: {', '.join(nearest)}"
+        )
+    return local_batch
+
+
+def placement(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """Returns the sharding of `SPLIT` or `REPLICATED` arrays on the mesh."""
+    return NamedSharding(mesh, spec)

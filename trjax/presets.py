@@ -1,0 +1,130 @@
+"""Recipes by name, and from a command line to a configuration.
+
+Sources: He et al., 2016 (CIFAR ResNets: batch 128, rate 0.1 divided by 10 at 32k and 48k of 64k iterations,
+decay 1e-4); Goyal et al., 2017 (ImageNet: rate 0.1 x batch / 256, 5 epochs of warm-up, /10 at 30, 60 and 80 of
+90 epochs); common practice for ResNet-18 on CIFAR-10 (rate 0.1, cosine, 200 epochs, decay 5e-4).
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from trjax.config import Config, DataConfig, ModelConfig, OptimConfig, config_from_table, read_table
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A configuration, with what to expect of it."""
+
+    config: Config
+    expected: str
+
+
+_CIFAR10 = DataConfig(source="cifar10", crop_padding=4, flip=True)
+_HE = OptimConfig(schedule="step", milestones=(82, 123), nesterov=False)
+
+
+def _cifar_he(arch: str, expected: str) -> Preset:
+    config = Config(global_batch=128, epochs=164, data=_CIFAR10, model=ModelConfig(arch=arch), optim=_HE)  # type: ignore[arg-type]
+    return Preset(config, f"{expected} (He et al.; not run here)")
+
+
+_PRESETS = {
+    "digits": Preset(
+        Config(
+            global_batch=96,
+            epochs=40,
+            data=DataConfig(source="digits", crop_padding=1),
+            model=ModelConfig(arch="resnet8"),
+            optim=OptimConfig(warmup_epochs=2, weight_decay=5e-4),
+        ),
+        "at least 98.5 % test top-1 in about a minute on two CPU cores",
+    ),
+    "cifar10-resnet20": _cifar_he("resnet20", "91.25 % test top-1; minutes on one GPU"),
+    "cifar10-resnet56": _cifar_he("resnet56", "93.03 % test top-1; under an hour on one GPU"),
+    "cifar10-resnet18": Preset(
+        Config(
+            global_batch=128,
+            epochs=200,
+            precision="bfloat16",
+            data=_CIFAR10,
+            model=ModelConfig(arch="resnet18", stem="cifar"),
+            optim=OptimConfig(weight_decay=5e-4),
+        ),
+        "95.4 % test top-1; about an hour on one GPU (public recipes; not run here)",
+    ),
+    "imagenet-resnet50": Preset(
+        Config(
+            global_batch=2048,
+            epochs=90,
+            precision="bfloat16",
+            data=DataConfig(source="imagenet", flip=True),
+            model=ModelConfig(arch="resnet50"),
+            optim=OptimConfig(
+                scale_from_batch=256,
+                schedule="step",
+                milestones=(30, 60, 80),
+                warmup_epochs=5,
+                nesterov=False,
+            ),
+        ),
+        "76.3 % validation top-1; 8 or more GPUs (Goyal et al.; not run here, see README for its data)",
+    ),
+}
+PRESETS = {name: replace(preset, config=replace(preset.config, preset=name)) for name, preset in _PRESETS.items()}
+"""All presets by name."""
+
+
+def preset_config(name: str) -> Config:
+    """Returns a preset's configuration.
+
+    Raises:
+        ValueError: unknown name; lists the known ones.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r} is unknown; known: {', '.join(PRESETS)}")
+    return PRESETS[name].config
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    run: Annotated[Config, tyro.conf.arg(name="")]
+    config: str = ""
+    """TOML file laid over the preset; options on the command line win over it."""
+
+
+def _base_config(arguments: Sequence[str]) -> Config:
+    """Returns what the other options start from: a preset, a file over its preset, or the resumed run's own."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--preset", "--config", "--workdir"):
+        parser.add_argument(option, nargs="?", default="")
+    given, _ = parser.parse_known_args(list(arguments))
+    saved = Path(given.workdir or ".", "config.toml")
+    if given.config:
+        file = Path(given.config)
+    elif given.workdir and not given.preset and saved.is_file():
+        file = saved
+    else:
+        return preset_config(given.preset or "digits")
+    table = read_table(file)
+    name = given.preset or table.get("preset", "digits")
+    return config_from_table({**table, "preset": name}, preset_config(str(name)), str(file))
+
+
+def parse_config(arguments: Sequence[str], prog: str, purpose: str) -> Config:
+    """Returns the configuration that a command line asks for.
+
+    Later ones win: preset, `--config` file (or the config.toml of a resumed `--workdir`), options.
+
+    Raises:
+        ValueError: an unknown preset, a file that cannot be used, or an impossible combination.
+        SystemExit: an unknown option or a value of the wrong type (2), or `--help` (0).
+    """
+    presets = "\n".join(f"  {name}: {preset.expected}" for name, preset in PRESETS.items())
+    description = f"{purpose}\n\nPresets, with the expected result:\n{presets}"
+    base = _Arguments(_base_config(arguments))
+    return tyro.cli(_Arguments, args=list(arguments), prog=prog, description=description, default=base).run

@@ -1,0 +1,164 @@
+"""Where numbers go: `metrics.jsonl` and the console."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of `metrics.jsonl`.
+
+    Attributes:
+        split: `train` or `test`.
+        epoch: from 1; the epoch that the step belongs to.
+        step: updates done.
+        loss: mean cross-entropy of the examples.
+        top1: fraction of 1.
+        top5: fraction of 1.
+        examples: how many the line covers.
+        learning_rate: of the step.
+        images_per_second: over the line's own time; compilation comes before.
+        seconds: since the process began to train.
+    """
+
+    split: Literal["train", "test"]
+    epoch: int
+    step: int
+    loss: float
+    top1: float
+    top5: float
+    examples: int
+    learning_rate: float
+    images_per_second: float
+    seconds: float
+
+
+def make_record(split: Literal["train", "test"], results: np.ndarray, **rest: Any) -> Record:
+    """Returns the record of summed `R_RESULT`s, shape (4,).
+
+    >>> make_record("test", np.array([5.0, 8, 10, 10]), epoch=1, step=2, learning_rate=0.1,
+    ...             images_per_second=1.0, seconds=1.0).top1
+    0.8
+    """
+    loss, top1, top5, count = (float(value) for value in results)
+    examples = max(count, 1.0)
+    return Record(split, loss=loss / examples, top1=top1 / examples, top5=top5 / examples, examples=int(count), **rest)
+
+
+class Meter:
+    """Sums `R_RESULT`s, and measures the time since the last restart."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the sums and starts the clock."""
+        self.totals, self._since = np.zeros(4), time.perf_counter()
+
+    def add(self, results: np.ndarray) -> None:
+        """Adds one `R_RESULT`, shape (4,)."""
+        self.totals = self.totals + results
+
+    @property
+    def examples(self) -> int:
+        """Examples summed."""
+        return int(self.totals[3])
+
+    @property
+    def images_per_second(self) -> float:
+        """Examples a second since the last restart."""
+        return float(self.totals[3]) / max(time.perf_counter() - self._since, 1e-9)
+
+
+def trim_metrics(path: Path, step: int) -> None:
+    """Drops the lines behind `step`: those of steps that a resumed run will do again, or cut off by a crash."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # the process died while it wrote this line
+    replacement = path.with_suffix(".partial")
+    replacement.write_text("".join(kept), encoding="utf-8")
+    replacement.replace(path)
+
+
+def append_metrics(path: Path, record: Record) -> None:
+    """Appends one line; it is in the file when this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(record)) + "\n")
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Returns aligned columns: numbers to the right, the rest to the left.
+
+    >>> print(format_table(["n", "name"], [[1, "a"], [10, "bc"]]))
+     n  name
+     1  a
+    10  bc
+    """
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    numeric = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(header))]
+    lines = []
+    for row in cells:
+        parts = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Display:
+    """A progress bar on a terminal; elsewhere plain lines, one a record."""
+
+    console: Console
+    progress: Progress
+    task: TaskID
+    num_epochs: int
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def advance(self, step: int, epoch: int, results: np.ndarray, images_per_second: float) -> None:
+        """Moves the bar to `step`, with the results of one batch, shape (4,)."""
+        loss, top1, _, count = (float(value) for value in results)
+        text = f"loss {loss / max(count, 1):.4f}  top-1 {top1 / max(count, 1):7.2%}  {images_per_second:,.0f} images/s"
+        self.progress.update(self.task, completed=step, epoch=epoch, numbers=text)
+
+    def record(self, record: Record) -> None:
+        """Prints a record."""
+        where = f"epoch {record.epoch}/{self.num_epochs}  step {record.step}  {record.split:5}"
+        numbers = f"loss {record.loss:.4f}  top-1 {record.top1:7.2%}  {record.images_per_second:,.0f} images/s"
+        self.say(f"{where}  {numbers}")
+
+
+@contextmanager
+def open_display(num_steps: int, num_epochs: int) -> Iterator[Display]:
+    """Shows the progress of a run while the context lasts."""
+    console = Console()
+    columns = (
+        TextColumn("epoch {task.fields[epoch]}/" + str(num_epochs)),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("train", total=num_steps, epoch=1, numbers="compiling")
+        yield Display(console, progress, task, num_epochs)

@@ -1,0 +1,164 @@
+"""ResNets as chains of segments: a stem, one segment per residual block, a head.
+
+Sources: He et al., "Deep Residual Learning for Image Recognition", 2016 (both families); Goyal et al.,
+"Accurate, Large Minibatch SGD", 2017 (stride on the 3x3 convolution, zero-initialised last scale).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from trjax.batchnorm import BatchNorm
+
+Stem = Literal["imagenet", "cifar"]
+Reduce = Callable[[jax.Array], jax.Array] | None
+
+_conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+
+
+class ConvNorm(nn.Module):
+    """A convolution without bias, padded to keep the size at stride 1, then BatchNorm."""
+
+    features: int
+    kernel: int
+    stride: int = 1
+    dtype: jnp.dtype = jnp.dtype("float32")
+    reduce_moments: Reduce = None
+    zero_scale: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+        """Returns shape (examples, height / stride, width / stride, features), rounded up."""
+        size, pad = (self.kernel, self.kernel), self.kernel // 2
+        conv = nn.Conv(self.features, size, self.stride, pad, use_bias=False, dtype=self.dtype,
+                       kernel_init=_conv_init, name="conv")  # fmt: skip
+        scale_init = nn.initializers.zeros if self.zero_scale else nn.initializers.ones
+        norm = BatchNorm(scale_init=scale_init, reduce_moments=self.reduce_moments, name="norm")
+        return norm(conv(x), train=train, mask=mask)
+
+
+class StemSegment(nn.Module):
+    """The first convolution: 7x7, stride 2, and max-pool (`imagenet`), or 3x3, stride 1 (`cifar`)."""
+
+    features: int
+    stem: Stem
+    dtype: jnp.dtype = jnp.dtype("float32")
+    reduce_moments: Reduce = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+        """Maps images of any number of channels to `features` channels."""
+        kernel, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
+        layer = ConvNorm(self.features, kernel, stride, self.dtype, self.reduce_moments, name="layer")
+        y = nn.relu(layer(x.astype(self.dtype), train=train, mask=mask))
+        return nn.max_pool(y, (3, 3), (2, 2), ((1, 1), (1, 1))) if self.stem == "imagenet" else y
+
+
+class Block(nn.Module):
+    """A residual block: two 3x3 convolutions, or 1x1, 3x3 and 1x1 at four times the width (bottleneck)."""
+
+    width: int
+    stride: int
+    bottleneck: bool
+    projection: bool
+    dtype: jnp.dtype = jnp.dtype("float32")
+    reduce_moments: Reduce = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+        """Adds the block's change to its input, projected (or padded with zeros) where the shapes differ."""
+        layer = partial(ConvNorm, dtype=self.dtype, reduce_moments=self.reduce_moments)
+        features = 4 * self.width if self.bottleneck else self.width
+        sizes = [(self.width, 1, 1), (self.width, 3, self.stride), (features, 1, 1)]
+        if not self.bottleneck:
+            sizes = [(self.width, 3, self.stride), (features, 3, 1)]
+        y = x
+        for index, (width, kernel, stride) in enumerate(sizes, start=1):
+            last = index == len(sizes)
+            y = layer(width, kernel, stride, zero_scale=last, name=f"layer{index}")(y, train=train, mask=mask)
+            y = y if last else nn.relu(y)
+        if x.shape != y.shape:
+            shortcut = layer(features, 1, self.stride, name="shortcut") if self.projection else None
+            x = shortcut(x, train=train, mask=mask) if shortcut else _pad_shortcut(x, features, self.stride)
+        return nn.relu(x + y)
+
+
+def _pad_shortcut(x: jax.Array, features: int, stride: int) -> jax.Array:
+    """Option A of He et al.: every `stride`-th pixel, the missing channels zero. No parameters."""
+    missing = features - x.shape[-1]
+    return jnp.pad(x[:, ::stride, ::stride], ((0, 0), (0, 0), (0, 0), (missing // 2, missing - missing // 2)))
+
+
+class Head(nn.Module):
+    """Global average pooling and the classifier; logits are float32."""
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+        """Returns logits, shape (examples, classes)."""
+        pooled = x.astype(jnp.float32).mean((1, 2))
+        return nn.Dense(self.num_classes, kernel_init=nn.initializers.normal(0.01), name="fc")(pooled)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a ResNet: blocks per stage, width of the first stage, and the variant's choices."""
+
+    blocks: tuple[int, ...]
+    width: int
+    bottleneck: bool
+    projection: bool
+    stem: Stem
+
+
+ARCHITECTURES = {
+    **{f"resnet{n}": Architecture(blocks, 64, bottleneck, True, "imagenet") for n, blocks, bottleneck in (
+        (18, (2, 2, 2, 2), False), (34, (3, 4, 6, 3), False), (50, (3, 4, 6, 3), True),
+        (101, (3, 4, 23, 3), True), (152, (3, 8, 36, 3), True))},
+    **{f"resnet{n}": Architecture(((n - 2) // 6,) * 3, 16, False, False, "cifar")
+       for n in (8, 14, 20, 32, 44, 56, 110)},
+}  # fmt: skip
+"""ImageNet's ResNet-18 to 152 (v1.5) and the CIFAR family of He et al., by name."""
+
+
+def make_resnet(
+    arch: str,
+    *,
+    num_classes: int,
+    width: int | None = None,
+    stem: Stem | None = None,
+    dtype: str = "float32",
+    reduce_moments: Reduce = None,
+) -> dict[str, nn.Module]:
+    """Returns the chain of a ResNet.
+
+    Args:
+        arch: a name in `ARCHITECTURES`.
+        num_classes: number of logits.
+        width: channels of the first stage; each later stage doubles them. Default: the paper's.
+        stem: `imagenet` or `cifar`. Default: the family's.
+        dtype: type to compute in; parameters and statistics stay float32.
+        reduce_moments: see `BatchNorm`.
+
+    >>> list(make_resnet("resnet8", num_classes=10))
+    ['stem', 'stage1_block1', 'stage2_block1', 'stage3_block1', 'head']
+    """
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch={arch} is unknown; known: {', '.join(ARCHITECTURES)}")
+    shape = ARCHITECTURES[arch]
+    width = width or shape.width
+    compute = jnp.dtype(dtype)
+    chain: dict[str, nn.Module] = {"stem": StemSegment(width, stem or shape.stem, compute, reduce_moments)}
+    for stage, num_blocks in enumerate(shape.blocks):
+        for block in range(num_blocks):
+            stride = 2 if stage > 0 and block == 0 else 1
+            chain[f"stage{stage + 1}_block{block + 1}"] = Block(
+                width * 2**stage, stride, shape.bottleneck, shape.projection, compute, reduce_moments
+            )
+    return chain | {"head": Head(num_classes)}

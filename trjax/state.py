@@ -1,0 +1,36 @@
+"""Everything that a step changes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from trjax.chain import Chain, init_chain
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The state of a run, the same on all devices.
+
+    Attributes:
+        params: `{segment: tree}`, float32.
+        batch_stats: `{segment: tree}`, float32.
+        opt_state: of the optax transformation.
+        step: int32, updates done so far; with the global batch it is the data position.
+    """
+
+    params: Any
+    batch_stats: Any
+    opt_state: Any
+    step: jax.Array
+
+
+def init_state(
+    chain: Chain, optimizer: optax.GradientTransformation, image_shape: tuple[int, ...], seed: int
+) -> TrainState:
+    """Returns the initial state: a function of the seed alone."""
+    params, batch_stats = init_chain(chain, jax.random.key(seed), image_shape)
+    return TrainState(params, batch_stats, optimizer.init(params), jnp.zeros((), jnp.int32))
