@@ -16,6 +16,11 @@ EPSILON = 1e-5
 """Added to the variance before the square root; one value for all layers, so that folding needs only trees."""
 
 
+def _per_channel(leaf: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns a vector of channels with the rank of `x`."""
+    return leaf.reshape(*[1] * (x.ndim - 1), -1)
+
+
 class BatchNorm(nn.Module):
     """Normalises each channel over the real examples of the batch, then scales and shifts it.
 
@@ -41,8 +46,9 @@ class BatchNorm(nn.Module):
         scale = self.param("scale", self.scale_init, shape, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
         x32 = x.astype(jnp.float32)
+        scale_all, bias_all = (_per_channel(leaf, x) for leaf in (scale, bias))
         if not (train or self.is_initializing() or self.has_variable("batch_stats", "running_mean")):
-            return (x32 * scale + bias).astype(x.dtype)  # folded: `fold_batchnorm` left no statistics
+            return (x32 * scale_all + bias_all).astype(x.dtype)  # folded: `fold_batchnorm` left no statistics
 
         running_mean = self.variable("batch_stats", "running_mean", jnp.zeros, shape)
         running_var = self.variable("batch_stats", "running_var", jnp.ones, shape)
@@ -51,7 +57,8 @@ class BatchNorm(nn.Module):
             mean, var, unbiased_var = self._batch_statistics(x32, mask, mean, var)
             running_mean.value += (1 - self.momentum) * (mean - running_mean.value)
             running_var.value += (1 - self.momentum) * (unbiased_var - running_var.value)
-        return ((x32 - mean) * (scale * jax.lax.rsqrt(var + EPSILON)) + bias).astype(x.dtype)
+        factor = scale * jax.lax.rsqrt(var + EPSILON)
+        return ((x32 - _per_channel(mean, x)) * _per_channel(factor, x) + bias_all).astype(x.dtype)
 
     def _batch_statistics(
         self, x: jax.Array, mask: jax.Array, old_mean: jax.Array, old_var: jax.Array
@@ -63,17 +70,18 @@ class BatchNorm(nn.Module):
         """
         dims = tuple(range(x.ndim - 1))
         weights = mask.reshape(-1, *[1] * (x.ndim - 1))
-        centred = (x - old_mean) * weights
+        offset = x - _per_channel(old_mean, x)
+        centred = offset * weights
         count = mask.sum(keepdims=True) * math.prod(x.shape[1:-1])
-        moments = jnp.concatenate([count, centred.sum(dims), (centred * (x - old_mean)).sum(dims)])
+        moments = jnp.concatenate([count, centred.sum(dims), (centred * offset).sum(dims)])
         if self.reduce_moments is not None:
             moments = self.reduce_moments(moments)
         count, first, second = moments[0], *jnp.split(moments[1:], 2)
         some, safe_count = count > 0, jnp.maximum(count, 1)
-        offset = first / safe_count
-        var = jnp.maximum(second / safe_count - offset**2, 0)
+        shift = first / safe_count
+        var = jnp.maximum(second / safe_count - shift**2, 0)
         unbiased = var * (safe_count / jnp.maximum(count - 1, 1))
-        return old_mean + offset, jnp.where(some, var, old_var), jnp.where(some, unbiased, old_var)
+        return old_mean + shift, jnp.where(some, var, old_var), jnp.where(some, unbiased, old_var)
 
 
 def fold_batchnorm(params: Any, batch_stats: Any) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ Preprocess = Callable[[Batch, jax.Array], jax.Array]
 def normalise(images: jax.Array, spec: DataSpec) -> jax.Array:
     """Returns float32 images with the source's mean and deviation taken out, per channel."""
     scaled = images.astype(jnp.float32) / 255
-    return (scaled - jnp.array(spec.mean)) / jnp.array(spec.std)
+    return (scaled - jnp.array(spec.mean, ndmin=4)) / jnp.array(spec.std, ndmin=4)
 
 
 def _crop(key: jax.Array, image: jax.Array, padding: int) -> jax.Array:

@@ -1,0 +1,14 @@
+"""Eight CPU devices for every test; sloppy broadcasting and warnings are errors."""
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):  # type: ignore[no-untyped-def]
+    """Runs every test in a folder of its own, since `runs/` is made in the current one."""
+    monkeypatch.chdir(tmp_path)

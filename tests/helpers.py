@@ -1,0 +1,89 @@
+"""What several test modules share: small configurations, batches, and gradients of one kind or another."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trjax.backward import reduce_gradients, score
+from trjax.chain import Chain, apply_segment
+from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
+from trjax.mesh import REPLICATED, SPLIT, make_mesh
+from trjax.plan import make_plan, name_leaves
+from trjax.program import Program, make_program
+from trjax.step import COMPILER_OPTIONS
+
+DATA = DataConfig(source="synthetic", image_shape=(8, 8, 3), train_examples=100, test_examples=50)
+
+
+def tiny_config(**changes: Any) -> Config:
+    """A ResNet-8 of width 4 on 8x8 noise, global batch 24: divisible by 1, 2, 3, 4 and 8."""
+    return replace(
+        Config(global_batch=24, epochs=2, data=DATA, model=ModelConfig(width=4), optim=OptimConfig(learning_rate=0.05)),
+        **changes,
+    )
+
+
+def tiny_program(num_devices: int, **changes: Any) -> Program:
+    return make_program(tiny_config(**changes), make_mesh(f"0-{num_devices - 1}"))
+
+
+def spread(tree: Any, seed: int = 0) -> Any:
+    """Moves every vector off its initial value, so that no residual branch is multiplied by zero."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: leaf + (random.uniform(0.2, 0.6, leaf.shape).astype(np.float32) if leaf.ndim == 1 else 0), tree
+    )
+
+
+def noise_block(seed: int, size: int, shape: tuple[int, ...] = (8, 8, 3), num_classes: int = 10) -> Any:
+    """Images, labels and a full mask."""
+    random = np.random.default_rng(seed)
+    images = random.normal(size=(size, *shape)).astype(np.float32)
+    return images, random.integers(0, num_classes, size, dtype=np.int32), np.ones(size, np.float32)
+
+
+def reduced_on(
+    num_devices: int, chain: Chain, params: Any, batch_stats: Any, block: Any, global_batch: int = 0
+) -> dict[str, np.ndarray]:
+    """What `reduce_gradients` gives on that many devices, by region name."""
+    mesh = make_mesh(f"0-{num_devices - 1}")
+    plan = make_plan(params, batch_stats, tuple(chain), conv_order="HWIO")
+    body = partial(
+        reduce_gradients, chain, plan, global_batch=global_batch or len(block[1]), key=jax.random.key(0)
+    )  # fmt: skip
+    specs = (REPLICATED, REPLICATED, SPLIT, SPLIT, SPLIT)
+    run = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=REPLICATED), compiler_options=COMPILER_OPTIONS["cpu"]
+    )
+    return jax.tree.map(np.asarray, run(params, batch_stats, *block))
+
+
+@partial(jax.jit, static_argnums=0)
+def _plain_gradients(segments: Any, params: Any, batch_stats: Any, images: Any, labels: Any, mask: Any) -> Any:
+    def loss(params: Any) -> tuple[jax.Array, Any]:
+        x, stats = images, {}
+        for index, (name, module) in enumerate(segments):
+            key = jax.random.fold_in(jax.random.key(0), index)
+            x, stats[name] = apply_segment(
+                module, params[name], batch_stats[name], x, train=True, mask=mask, key=key
+            )  # fmt: skip
+        return score(x, labels, mask)[0] / mask.sum(), stats
+
+    return jax.grad(loss, has_aux=True)(params)
+
+
+def plain_gradients(chain: Chain, params: Any, batch_stats: Any, block: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gradients of the mean loss and new statistics of one block, by one `jax.grad` and without a mesh."""
+    gradients, stats = _plain_gradients(tuple(chain.items()), params, batch_stats, *block)
+    return name_leaves(gradients), name_leaves(stats)
+
+
+def relative_error(actual: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Length of the difference over the length of `expected`, all leaves taken as one vector."""
+    assert actual.keys() >= expected.keys()
+    difference = sum(float(np.sum((np.float64(actual[name]) - np.float64(expected[name])) ** 2)) for name in expected)
+    return (difference / sum(float(np.sum(np.float64(leaf) ** 2)) for leaf in expected.values())) ** 0.5

@@ -1,0 +1,193 @@
+"""World-size invariance: the sum over the devices is the gradient of one device, whatever the number of devices."""
+
+from functools import cache
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import noise_block, plain_gradients, reduced_on, relative_error, spread
+from trjax import collectives
+from trjax.backward import score
+from trjax.batchnorm import BatchNorm
+from trjax.chain import Chain, init_chain
+from trjax.resnet import Block, Head, StemSegment, make_resnet
+from trjax.step import INIT_COMPILER_OPTIONS
+
+EXACT = 1e-6
+"""Relative error that float32 sums in another order may leave: some ten times the rounding of one number."""
+
+WORLD_SIZES = [1, 2, 3, 4, 8]
+GLOBAL_BATCH = 24
+
+
+def bottleneck_chain(reduce_moments: Any) -> Chain:
+    shared: dict[str, Any] = {"reduce_moments": reduce_moments}
+    return {
+        "stem": StemSegment(8, "imagenet", **shared),
+        "block1": Block(4, 1, bottleneck=True, projection=True, **shared),
+        "block2": Block(8, 2, bottleneck=True, projection=True, **shared),
+        "head": Head(10),
+    }
+
+
+class Dense(nn.Module):
+    """A segment of a model that is no ResNet and has no BatchNorm."""
+
+    features: int
+    relu: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+        y = nn.Dense(self.features)(x.reshape(x.shape[0], -1))
+        return nn.Dropout(0.1, deterministic=not train)(nn.relu(y)) if self.relu else y
+
+
+CHAINS = {
+    "resnet20": lambda reduce: make_resnet("resnet20", num_classes=10, width=8, reduce_moments=reduce),
+    "bottleneck": bottleneck_chain,
+    "one block": lambda reduce: {
+        "stem": StemSegment(4, "cifar", reduce_moments=reduce),
+        "block": Block(8, 2, bottleneck=False, projection=True, reduce_moments=reduce),
+        "head": Head(10),
+    },
+}
+
+
+@cache
+def start(name: str) -> tuple[Any, Any, Any]:
+    """Parameters, statistics and a global batch; the statistics are not those of the batch."""
+    chain = CHAINS[name](None)
+    size = 32 if name == "bottleneck" else 8
+    init = jax.jit(lambda: init_chain(chain, jax.random.key(1), (size, size, 3)), compiler_options=INIT_COMPILER_OPTIONS["cpu"])
+    params, batch_stats = jax.tree.map(np.asarray, init())
+    return spread(params), spread(batch_stats, 1), noise_block(2, GLOBAL_BATCH, (size, size, 3))
+
+
+@cache
+def whole_batch(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return plain_gradients(CHAINS[name](None), *start(name))
+
+
+def check_sync(name: str, num_devices: int) -> None:
+    """With statistics of the global batch, N devices equal one that has the whole batch."""
+    chain = CHAINS[name](collectives.sum_moments)
+    reduced = reduced_on(num_devices, chain, *start(name))
+    gradients, stats = whole_batch(name)
+    assert relative_error(reduced, gradients) < EXACT
+    assert relative_error(reduced, stats) < EXACT
+
+
+def check_local(name: str, num_devices: int) -> None:
+    """With statistics of each shard, N devices equal the mean over the shards, computed one by one."""
+    chain, (params, batch_stats, block) = CHAINS[name](None), start(name)
+    reduced = reduced_on(num_devices, chain, params, batch_stats, block)
+    if name == "resnet20":  # a shard by mask: one program serves all sizes (the mask has tests of its own)
+        owner = np.arange(GLOBAL_BATCH) * num_devices // GLOBAL_BATCH
+        shards = [(*block[:2], np.float32(owner == device)) for device in range(num_devices)]
+    else:
+        shards = list(zip(*[np.split(leaf, num_devices) for leaf in block], strict=True))
+    parts = [plain_gradients(chain, params, batch_stats, shard) for shard in shards]
+    gradients, stats = weighted_mean(parts, [1.0] * num_devices)
+    assert relative_error(reduced, gradients) < EXACT
+    assert relative_error(reduced, stats) < EXACT
+
+
+def weighted_mean(parts: list[Any], weights: list[float]) -> Any:
+    return jax.tree.map(lambda *leaves: np.average(leaves, 0, weights), *parts)
+
+
+@pytest.mark.parametrize("num_devices", WORLD_SIZES)
+@pytest.mark.parametrize("name", ["resnet20", "bottleneck"])
+def test_sync_equals_one_device(name: str, num_devices: int) -> None:
+    check_sync(name, num_devices)
+
+
+@pytest.mark.parametrize("num_devices", WORLD_SIZES)
+@pytest.mark.parametrize("name", ["resnet20", "bottleneck"])
+def test_local_equals_the_mean_of_the_shards(name: str, num_devices: int) -> None:
+    check_local(name, num_devices)
+
+
+@pytest.mark.fast
+def test_one_block_on_eight_devices() -> None:
+    check_sync("one block", 8)
+    check_local("one block", 8)
+
+
+@pytest.mark.parametrize(("num_devices", "sync"), [(1, False), (8, False), (8, True)])
+def test_masked_batch_equals_the_real_examples_alone(num_devices: int, sync: bool) -> None:
+    """17 real examples of 24: on 8 devices, one shard is partly padding and two are nothing else."""
+    real = 17
+    params, batch_stats, (images, labels, _) = start("one block")
+    mask = (np.arange(GLOBAL_BATCH) < real).astype(np.float32)
+    padded = np.where(mask[:, None, None, None] > 0, images, 77.0).astype(np.float32), labels, mask
+    chain, plain = CHAINS["one block"](collectives.sum_moments if sync else None), CHAINS["one block"](None)
+    reduced = reduced_on(num_devices, chain, params, batch_stats, padded)
+    reduced = {name: leaf * (GLOBAL_BATCH / real) for name, leaf in reduced.items()}
+    shard_size = GLOBAL_BATCH if sync else GLOBAL_BATCH // num_devices
+    alone = images[:real], labels[:real], mask[:real]
+    shards = [tuple(leaf[at : at + shard_size] for leaf in alone) for at in range(0, real, shard_size)]
+    parts = [plain_gradients(plain, params, batch_stats, shard) for shard in shards]
+    gradients, stats = weighted_mean(parts, [float(len(shard[1])) for shard in shards])
+    assert relative_error(reduced, gradients) < EXACT
+    assert relative_error(reduced, stats) < EXACT
+    assert reduced["results"][3] == pytest.approx(GLOBAL_BATCH)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_chain_of_ones_own(num_devices: int) -> None:
+    chain = {"first": Dense(16), "middle": Dense(16), "last": Dense(10, relu=False)}
+    chain = {name: module.clone(name=None) for name, module in chain.items()}
+    params, batch_stats = init_chain(chain, jax.random.key(0), (4, 4, 1))
+    reduced = reduced_on(num_devices, chain, params, batch_stats, noise_block(3, 8, (4, 4, 1)))
+    assert {name for name in reduced if name != "results"} == {
+        f"{segment}/Dense_0/{leaf}" for segment in chain for leaf in ("kernel", "bias")
+    }
+    assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in reduced.values())
+
+
+def test_synchronised_chain_initialises_and_evaluates_outside_a_mesh() -> None:
+    module = BatchNorm(reduce_moments=collectives.sum_moments)
+    x, mask = jnp.ones((2, 2, 2, 3)), jnp.ones(2)
+    variables = module.init(jax.random.key(0), x, train=False, mask=mask)
+    np.testing.assert_allclose(module.apply(variables, x, train=False, mask=mask), x, rtol=1e-4)
+
+
+def test_score_by_hand() -> None:
+    logits = jnp.array([[2.0, 1, 0, 0, 0, 0, 0], [2.0, 1, 0, 0, 0, 0, 0], [0.0, 0, 0, 0, 0, 0, 9], [9.0, 0, 0, 0, 0, 0, 0]])
+    labels, mask = jnp.array([0, 1, 5, 1]), jnp.array([1.0, 1, 1, 0])
+    loss, results = score(logits, labels, mask)
+    normaliser = np.log(np.exp(2) + np.exp(1) + 5)
+    expected = (normaliser - 2) + (normaliser - 1) + np.log(np.exp(9) + 6)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    # third: logit 6 beats it and classes 0-4, equal to it, come first: rank 6
+    np.testing.assert_allclose(results, [expected, 1, 2, 3], rtol=1e-6)
+
+
+def test_a_network_that_broke_scores_nothing() -> None:
+    loss, results = score(jnp.full((2, 10), jnp.nan), jnp.array([0, 9]), jnp.ones(2))
+    assert np.isnan(loss)
+    np.testing.assert_array_equal(results[1:], [0, 0, 2])
+
+
+FAULTS = {
+    "double sum": ("sum_group", lambda buffer, after: jax.lax.psum(jax.lax.pcast(jax.lax.psum(buffer, "data"), "data", to="varying"), "data")),
+    "no cast": ("vary", lambda tree: tree),
+    "half the buffer": ("sum_group", lambda buffer, after: jax.lax.psum(buffer.at[: buffer.size // 2].set(0), "data")),
+    "reversed buffer": ("sum_group", lambda buffer, after: jax.lax.psum(buffer[::-1], "data")),
+    "one device": ("sum_group", lambda buffer, after: jax.lax.psum(jnp.where(jax.lax.axis_index("data") == 0, buffer, 0), "data")),
+    "shifted by one": ("sum_group", lambda buffer, after: jax.lax.psum(jnp.roll(buffer, 1), "data")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, replacement = FAULTS[fault]
+    monkeypatch.setattr(collectives, name, replacement)
+    with pytest.raises(Exception, match="assert|JAX type") as caught:
+        check_local("one block", 4)
+    assert fault == "no cast" or caught.type is AssertionError

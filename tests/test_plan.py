@@ -1,0 +1,172 @@
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trjax.explain import format_plan
+from trjax.plan import Kind, Plan, flatten, make_plan, name_leaves, restore_leaves, unflatten
+from trjax.presets import PRESETS
+from trjax.program import plan_config
+
+pytestmark = pytest.mark.fast
+
+
+def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+SMALL_PARAMS = {
+    "stem": {"conv": {"kernel": shape(3, 3, 1, 2)}, "norm": {"scale": shape(2), "bias": shape(2)}},
+    "body": {"conv1": {"kernel": shape(1, 1, 2, 4)}, "conv2": {"kernel": shape(1, 1, 4, 4)}},
+    "head": {"fc": {"kernel": shape(4, 3), "bias": shape(3)}},
+}
+SMALL_STATS = {"stem": {"norm": {"running_mean": shape(2), "running_var": shape(2)}}, "body": {}, "head": {}}
+SEGMENTS = ("stem", "body", "head")
+
+
+def layout(plan: Plan, group: int) -> list[tuple[str, str, int, int]]:
+    return [(r.kind.value, r.name, r.offset_elements, r.size_elements) for r in plan.groups[group].regions]
+
+
+def test_layout_worked_by_hand() -> None:
+    plan = make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS)
+    deep, first = plan.groups
+    assert (deep.name, deep.launch_after, deep.size_bytes) == ("deep", "body", 4 * 28)
+    assert layout(plan, 0) == [
+        ("G_DEEP_CONV", "body/conv2/kernel", 0, 16),
+        ("G_DEEP_CONV", "body/conv1/kernel", 16, 8),
+        ("R_RESULT", "results", 24, 4),
+    ]
+    assert (first.name, first.launch_after, first.size_bytes) == ("first", "stem", 4 * 41)
+    assert layout(plan, 1) == [
+        ("G_BN_BIAS", "stem/norm/bias", 0, 2),
+        ("G_BN_WEIGHT", "stem/norm/scale", 2, 2),
+        ("G_FC_BIAS", "head/fc/bias", 4, 3),
+        ("G_FC_WEIGHT", "head/fc/kernel", 7, 12),
+        ("G_FIRST_CONV", "stem/conv/kernel", 19, 18),
+        ("B_NEXT_MEAN", "stem/norm/running_mean", 37, 2),
+        ("B_NEXT_VAR", "stem/norm/running_var", 39, 2),
+    ]
+
+
+def test_alignment_is_the_only_gap() -> None:
+    first = make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS, alignment_bytes=32).groups[1]
+    assert [region.offset_elements for region in first.regions] == [0, 8, 16, 24, 40, 64, 72]
+    assert first.size_elements == 80
+
+
+def test_resnet50_golden() -> None:
+    plan = plan_config(PRESETS["imagenet-resnet50"].config, "OHWI")
+    gradients = [sum(r.size_elements for r in group.regions if r.kind.startswith("G_")) for group in plan.groups]
+    assert gradients == [23_445_504, 2_111_528]
+    assert sum(gradients) == 25_557_032
+    # deep: + 4 results; first: + mean and variance of 26,560 channels
+    assert [group.size_bytes for group in plan.groups] == [4 * (23_445_504 + 4), 4 * (2_111_528 + 2 * 26_560)]
+    assert [group.launch_after for group in plan.groups] == ["stage1_block1", "stem"]
+    kernel = plan.regions[1]
+    assert kernel.shape == (3, 3, 512, 512)
+    assert kernel.physical_order == (3, 0, 1, 2)
+
+
+def test_readiness_order_counts_blocks_as_numbers() -> None:
+    plan = plan_config(PRESETS["cifar10-resnet56"].config, "HWIO")
+    stage1 = [region.name.split("/")[0] for region in plan.groups[0].regions if region.name.startswith("stage1")]
+    assert list(dict.fromkeys(stage1)) == [f"stage1_block{index}" for index in range(9, 0, -1)]
+
+
+def test_empty_groups_vanish_and_results_move() -> None:
+    no_deep = make_plan({"stem": SMALL_PARAMS["stem"], "head": SMALL_PARAMS["head"]}, SMALL_STATS, ("stem", "body", "head"))
+    assert [group.name for group in no_deep.groups] == ["first"]
+    assert [region.kind for region in no_deep.regions][-3:] == [Kind.R_RESULT, Kind.B_NEXT_MEAN, Kind.B_NEXT_VAR]
+    no_first = make_plan({"stem": {}, "body": SMALL_PARAMS["body"], "head": {}}, {}, SEGMENTS)
+    assert [(group.name, group.launch_after) for group in no_first.groups] == [("deep", "body")]
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "message"),
+    [
+        ({"stem": {"kernel": shape(2, dtype=jnp.bfloat16)}}, {}, r"stem/kernel is bfloat16; parameters"),
+        ({"other": {"kernel": shape(2)}}, {}, r"other/kernel belongs to no segment of the chain: stem, body, head"),
+        ({"stem": {}}, {}, r"no parameters"),
+        (SMALL_PARAMS, {"alignment_bytes": 6}, r"alignment_bytes=6 is not a positive multiple of 4"),
+    ],
+)
+def test_errors(params: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(params, {}, SEGMENTS, **options)
+
+
+dims = st.integers(1, 5)
+leaves = st.one_of(
+    st.tuples(), st.tuples(dims), st.tuples(dims, dims), st.tuples(dims, dims, dims), st.tuples(dims, dims, dims, dims)
+)
+names = st.sampled_from(["kernel", "bias", "scale", "alpha", "w10", "w2"])
+modules = st.dictionaries(st.sampled_from(["conv1", "conv2", "norm", "sub"]), st.dictionaries(names, leaves, min_size=1))
+stats = st.dictionaries(st.sampled_from(["n1", "n2"]), st.fixed_dictionaries({"running_mean": leaves, "sigma": leaves}))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[Any, Any, tuple[str, ...]]:
+    segments = tuple(f"segment{index}" for index in range(draw(st.integers(1, 12))))
+    params = {segment: draw(modules) for segment in segments}
+    params[draw(st.sampled_from(segments))]["always"] = {"kernel": draw(leaves)}
+    batch_stats = {segment: draw(stats) for segment in segments}
+    to_shapes = lambda tree: jax.tree.map(lambda s: shape(*s), tree, is_leaf=lambda x: isinstance(x, tuple))  # noqa: E731
+    return to_shapes(params), to_shapes(batch_stats), segments
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.sampled_from([4, 16, 256]))
+def test_regions_tile_their_group(tree: Any, alignment_bytes: int) -> None:
+    params, batch_stats, segments = tree
+    plan = make_plan(params, batch_stats, segments, alignment_bytes=alignment_bytes)
+    expected = {**name_leaves(params), **name_leaves(batch_stats), "results": shape(4)}
+    assert {region.name: region.shape for region in plan.regions} == {name: s.shape for name, s in expected.items()}
+    assert len(plan.regions) == len(expected)
+    for group in plan.groups:
+        end = 0
+        for region in group.regions:
+            assert region.offset_elements * 4 % alignment_bytes == 0
+            assert 0 <= region.offset_elements - end < alignment_bytes // 4
+            end = region.offset_elements + region.size_elements
+        assert 0 <= group.size_elements - end < alignment_bytes // 4
+
+
+@settings(max_examples=8, deadline=None)
+@given(trees(), st.sampled_from(["OHWI", "HWIO"]), st.sampled_from([4, 16]))
+def test_round_trip_is_bitwise(tree: Any, conv_order: Any, alignment_bytes: int) -> None:
+    params, batch_stats, segments = tree
+    plan = make_plan(params, batch_stats, segments, conv_order=conv_order, alignment_bytes=alignment_bytes)
+    random = np.random.default_rng(0)
+    values = {region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions}
+    buffers = jax.jit(lambda leaves: [flatten(group, leaves) for group in plan.groups])(values)
+    back = jax.jit(lambda buffers: [unflatten(*pair) for pair in zip(plan.groups, buffers, strict=True)])(buffers)
+    for group, buffer, leaves in zip(plan.groups, buffers, back, strict=True):
+        assert buffer.shape == (group.size_elements,)
+        for region in group.regions:
+            flat = np.asarray(buffer)[region.offset_elements :][: region.size_elements]
+            np.testing.assert_array_equal(flat, values[region.name].transpose(region.physical_order).ravel())
+            np.testing.assert_array_equal(leaves[region.name], values[region.name])
+    restored = restore_leaves(values, params)
+    np.testing.assert_equal(name_leaves(restored), {name: values[name] for name in name_leaves(params)})
+
+
+def test_same_plan_in_a_fresh_process() -> None:
+    code = (
+        "from trjax.presets import PRESETS; from trjax.program import plan_config;"
+        "print(repr(plan_config(PRESETS['cifar10-resnet20'].config, 'OHWI')))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == repr(plan_config(PRESETS["cifar10-resnet20"].config, "OHWI"))
+
+
+def test_table_holds_every_region_and_the_totals() -> None:
+    text = format_plan(make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS))
+    assert "first  G_FIRST_CONV  stem/conv/kernel        3x3x1x2  OHWI             76     72" in text
+    assert "61 parameters, 276 bytes in 2 AllReduces a step" in text
