@@ -1,7 +1,7 @@
 """What several test modules share: small configurations, batches, and gradients of one kind or another."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -10,10 +10,12 @@ import numpy as np
 
 from trjax.backward import reduce_gradients, score
 from trjax.chain import Chain, apply_segment
+from trjax.collectives import sum_moments
 from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.mesh import REPLICATED, SPLIT, make_mesh
 from trjax.plan import make_plan, name_leaves
 from trjax.program import Program, make_program
+from trjax.resnet import Block, Head, StemSegment
 from trjax.step import COMPILER_OPTIONS
 
 DATA = DataConfig(source="synthetic", image_shape=(8, 8, 3), train_examples=100, test_examples=50)
@@ -27,8 +29,20 @@ def tiny_config(**changes: Any) -> Config:
     )
 
 
+def one_block_chain(reduce_moments: Any = None) -> Chain:
+    """The smallest chain with every kind of region; compiles in a second or two."""
+    return {
+        "stem": StemSegment(4, "cifar", reduce_moments=reduce_moments),
+        "block": Block(8, 2, bottleneck=False, projection=True, reduce_moments=reduce_moments),
+        "head": Head(10),
+    }
+
+
+@cache
 def tiny_program(num_devices: int, **changes: Any) -> Program:
-    return make_program(tiny_config(**changes), make_mesh(f"0-{num_devices - 1}"))
+    config = tiny_config(**changes)
+    chain = one_block_chain(sum_moments if config.bn == "sync" else None)
+    return make_program(config, make_mesh(f"0-{num_devices - 1}"), chain)
 
 
 def spread(tree: Any, seed: int = 0) -> Any:

@@ -1,0 +1,75 @@
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trjax.mesh import make_mesh, parse_devices, split_batch, start_platform
+
+pytestmark = pytest.mark.fast
+
+
+def test_specifications() -> None:
+    assert parse_devices("0,2,5") == (0, 2, 5)
+    assert parse_devices(" 3 , 0-1 ") == (3, 0, 1)
+    assert parse_devices("7") == (7,)
+    assert parse_devices("all") == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", r"devices='': '' is neither an index nor a range; write all, 0-3 or 0,2,5"),
+        ("0,,1", "neither an index"),
+        ("3-1", r"the range 3-1 is reversed; write 1-3"),
+        ("0-3,2", "device 2 is named more than once"),
+        ("-1", "neither an index"),
+        ("1-", "neither an index"),
+        ("0-2-4", "neither an index"),
+        ("two", "neither an index"),
+        ("²", "neither an index"),
+        ("0-99999999999", "index 99999999999 is out of range"),
+    ],
+)
+def test_bad_specifications(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_devices(spec)
+
+
+@given(st.text(alphabet="0123456789,- al", max_size=8))
+def test_any_text_is_parsed_or_refused(spec: str) -> None:
+    try:
+        indices = parse_devices(spec)
+    except ValueError as error:
+        assert repr(spec) in str(error)
+    else:
+        assert len(set(indices)) == len(indices)
+
+
+def test_mesh_keeps_the_order_named() -> None:
+    assert [device.id for device in make_mesh("5,0-2").devices] == [5, 0, 1, 2]
+    assert make_mesh("all").size == 8
+
+
+def test_out_of_range_says_how_many_there_are() -> None:
+    with pytest.raises(ValueError, match=r"devices='0-8': index 8 is out of range; there are 8 cpu devices, 0-7"):
+        make_mesh("0-8")
+
+
+def test_cuda_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trjax.mesh._DRIVER_FILES", ("/no/such/file",))
+    with pytest.raises(ValueError, match="no NVIDIA driver found on this machine; use --platform cpu"):
+        start_platform("cuda", "all")
+
+
+def test_starting_twice_keeps_the_devices() -> None:
+    start_platform("cpu", "0-3")
+    assert jax.device_count() == 8
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "world_size", "message"),
+    [(100, 8, "global_batch=100 is not divisible by world_size=8; nearest valid: 96, 104"), (5, 8, "nearest valid: 8$")],
+)
+def test_batch_not_divisible(global_batch: int, world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        split_batch(global_batch, world_size)

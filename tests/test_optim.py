@@ -1,0 +1,67 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trjax.config import OptimConfig
+from trjax.optim import make_learning_rates, make_optimizer
+
+pytestmark = pytest.mark.fast
+
+
+def walk(optim: OptimConfig, gradients: list[float], rate: float = 0.1) -> list[float]:
+    """One kernel that starts at 1, after each update."""
+    optimizer = make_optimizer(optim)
+    params: Any = {"kernel": jnp.ones((1, 1))}
+    state, path = optimizer.init(params), []
+    for gradient in gradients:
+        updates, state = optimizer.update({"kernel": jnp.full((1, 1), gradient)}, state, params)
+        params = jax.tree.map(lambda leaf, update: leaf - rate * update, params, updates)
+        path.append(float(params["kernel"][0, 0]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # g = 1, 1: velocity 1, 1.9
+        ({"nesterov": False, "weight_decay": 0.0}, [1 - 0.1, 1 - 0.1 - 0.19]),
+        # Nesterov adds the gradient to 0.9 x velocity: 1.9, 2.71
+        ({"nesterov": True, "weight_decay": 0.0}, [1 - 0.19, 1 - 0.19 - 0.271]),
+        # L2: g = 1 + 0.5 x 1 = 1.5, p = 0.85; then g = 1 + 0.5 x 0.85 = 1.425, v = 0.9 x 1.5 + 1.425 = 2.775
+        ({"nesterov": False, "weight_decay": 0.5, "decay": "l2"}, [0.85, 0.85 - 0.2775]),
+        # decoupled: u = 1 + 0.5 x 1; then v = 1.9, u = 1.9 + 0.5 x 0.85
+        ({"nesterov": False, "weight_decay": 0.5, "decay": "decoupled"}, [0.85, 0.85 - 0.2325]),
+        ({"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}, [0.9, 0.8]),
+    ],
+)
+def test_updates_worked_by_hand(options: Any, expected: list[float]) -> None:
+    np.testing.assert_allclose(walk(OptimConfig(**options), [1.0, 1.0]), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("everything", "expected"), [(False, [0.5, 0, 0]), (True, [0.5, 0.5, 0.5])])
+def test_norms_and_biases_decay_only_if_asked(everything: bool, expected: list[float]) -> None:
+    optimizer = make_optimizer(OptimConfig(weight_decay=0.5, momentum=0.0, nesterov=False, decay_norm_and_bias=everything))
+    params = {"kernel": jnp.ones((3, 3, 1, 1)), "norm": {"scale": jnp.ones(2), "bias": jnp.ones(2)}}
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    assert [float(updates["kernel"][0, 0, 0, 0]), *(float(leaf[0]) for leaf in updates["norm"].values())] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"schedule": "constant"}, [0.4] * 8),
+        ({"schedule": "linear"}, [0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05]),
+        ({"schedule": "cosine"}, [0.2 * (1 + np.cos(np.pi * step / 8)) for step in range(8)]),
+        ({"schedule": "step", "milestones": (1.0, 3.0)}, [0.4, 0.4, 0.04, 0.04, 0.04, 0.04, 0.004, 0.004]),
+        ({"schedule": "cosine", "warmup_epochs": 2.0}, [0.1, 0.2, 0.3, 0.4, 0.4, *(0.2 * (1 + np.cos(np.pi * step / 4)) for step in (1, 2, 3))]),
+        ({"schedule": "step", "milestones": (3.0,), "warmup_epochs": 1.0}, [0.2, 0.4, 0.4, 0.4, 0.4, 0.4, 0.04, 0.04]),
+        ({"schedule": "constant", "scale_from_batch": 256}, [0.8] * 8),
+    ],
+)
+def test_schedules_worked_by_hand(options: Any, expected: list[float]) -> None:
+    rates = make_learning_rates(OptimConfig(learning_rate=0.4, **options), epochs=4, steps_per_epoch=2, global_batch=512)
+    np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-8)
+    assert rates.dtype == np.float32
