@@ -1,10 +1,5 @@
-"""Does training give the same numbers at every world size, and what does a step cost there?
+"""Does training give the same numbers at every world size, and what does a step cost there?"""
 
-Trains the digits preset from the same seed at several world sizes, in turns within one process, so that the
-machine's noise hits all alike. Prints a table and writes `sweep_world_size.csv` and `.png`.
-"""
-
-import csv
 import os
 import shlex
 import sys
@@ -25,69 +20,56 @@ from matplotlib.figure import Figure
 from trjax.config import Config
 from trjax.data.batches import count_batches, train_batches
 from trjax.data.sources import Source, load
-from trjax.mesh import SPLIT, make_mesh, placement, start_platform
+from trjax.mesh import SPLIT, make_mesh, parse_devices, placement, start_platform
 from trjax.optim import make_learning_rates
 from trjax.presets import preset_config
 from trjax.program import Program, compile_program, make_program
 from trjax.records import format_table
 
 WARMUP_STEPS = 3  # left out of the times: the first calls fill caches and pools
-ROUND_STEPS = 10  # of one world size before the next has its turn
+ROUND_STEPS = 10  # of one world size before the next has its turn, so that the machine's noise hits all alike
+HEADER = ["N", "step ms", "quartile 1", "quartile 3", "images/s", "efficiency", "relative throughput", "step 1 diff", "max diff", "at step"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Train at several world sizes; compare the losses and time the steps."""
+    """Train the digits preset at several world sizes; compare the losses and time the steps."""
 
-    devices: str = ""
-    """World sizes, as in 1,2,3; the first is what the others are compared with. Empty: those of 1,2,4,8 present."""
+    devices: str = "all"
+    """World sizes, as in 1,2,3; the first is what the others are compared with. All: those of 1, 2, 4, 8 that fit."""
     steps: int = 150
-    """Steps at each world size."""
     quick: bool = False
     """20 steps in place of `steps`."""
     global_batch: int = 96
-    """Examples per step over all devices."""
     bn: Literal["sync", "local"] = "sync"
-    """Local is the counter-check: it trains another function at every world size, and the losses must differ."""
+    """Local is the counter-check: it computes another function at every world size, so the losses must differ."""
     out: Path = Path("results")
     """Folder for the CSV and the figure."""
 
 
-def choose_world_sizes(text: str) -> list[int]:
-    """Returns the world sizes asked for, or those of 1, 2, 4, 8 that fit.
-
-    Raises:
-        ValueError: not a list of different counts of devices that are present.
-    """
+def choose_world_sizes(spec: str) -> tuple[int, ...]:
+    """Returns the world sizes asked for; raises ValueError where there are not as many devices."""
     present = len(jax.devices())
-    if not text:
-        return [size for size in (1, 2, 4, 8) if size <= present]
-    parts = [part.strip() for part in text.split(",")]
-    sizes = [int(part) for part in parts if part.isascii() and part.isdigit()]
-    if len(sizes) < len(parts) or 0 in sizes or len(set(sizes)) < len(sizes):
-        raise ValueError(f"devices={text!r}: must be different positive counts; write 1,2,3")
-    if max(sizes) > present:
-        platform = jax.default_backend()
-        raise ValueError(f"devices={text!r}: there are {present} {platform} devices; ask for at most {present}")
+    sizes = parse_devices(spec) or tuple(size for size in (1, 2, 4, 8) if size <= present)
+    if not 0 < min(sizes) <= max(sizes) <= present:
+        raise ValueError(f"devices={spec!r}: world sizes must be 1 to {present}, the number of devices present")
     return sizes
 
 
-def train_steps(config: Config, program: Program, world_size: int, source: Source) -> Iterator[tuple[float, float]]:
-    """Yields the seconds of each step, results awaited and batch placed beforehand, and its mean loss."""
+def run(config: Config, program: Program, world_size: int, source: Source) -> Iterator[tuple[float, float]]:
+    """Yields the seconds of each step, with its batch placed before and its results awaited, and its mean loss."""
     steps_per_epoch = count_batches(len(source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    split = placement(make_mesh(f"0-{world_size - 1}"), SPLIT)
-    state = program.init()
+    split, state = placement(make_mesh(f"0-{world_size - 1}"), SPLIT), program.init()
     for step, batch in enumerate(train_batches(source, config.global_batch, config.seed, 0, len(rates))):
         placed, epoch = jax.block_until_ready(jax.device_put(batch, split)), np.int32(step // steps_per_epoch)
         start = time.perf_counter()
         state, results = jax.block_until_ready(program.train_step(state, placed, rates[step], epoch))
-        seconds = time.perf_counter() - start
-        yield seconds, float(results[0] / results[3])
+        yield time.perf_counter() - start, float(results[0] / results[3])
 
 
 def measure(config: Config, sizes: Sequence[int], num_steps: int) -> np.ndarray:
-    """Returns the seconds and the loss of every step, float64, shape (sizes, steps, 2).
+    """Returns the seconds and the loss of every step, shape (2, sizes, steps).
 
     Raises:
         ValueError: the global batch is not divisible by a world size, or the steps are too few or too many.
@@ -97,65 +79,45 @@ def measure(config: Config, sizes: Sequence[int], num_steps: int) -> np.ndarray:
     if not WARMUP_STEPS < num_steps <= longest:
         raise ValueError(f"steps={num_steps}: must be {WARMUP_STEPS + 1} to {longest}, the length of the preset's run")
     programs = [make_program(config, make_mesh(f"0-{size - 1}")) for size in sizes]
-    runs = []
-    for size, program in zip(sizes, programs, strict=True):
-        start = time.perf_counter()
-        runs.append(train_steps(config, compile_program(program), size, source))
-        print(f"compiled for N={size} in {time.perf_counter() - start:.1f} s", flush=True)
+    pairs = zip(sizes, programs, strict=True)
+    runs = [run(config, compile_program(program), size, source) for size, program in pairs]
     measured: list[list[tuple[float, float]]] = [[] for _ in sizes]
     for start_step in range(0, num_steps, ROUND_STEPS):
-        for run, so_far in zip(runs, measured, strict=True):
-            so_far += islice(run, min(ROUND_STEPS, num_steps - start_step))
-    return np.array(measured)
+        for steps, so_far in zip(runs, measured, strict=True):
+            so_far += islice(steps, min(ROUND_STEPS, num_steps - start_step))
+    return np.moveaxis(np.array(measured), 2, 0)
 
 
-def tabulate(sizes: Sequence[int], measured: np.ndarray, global_batch: int) -> list[dict[str, float]]:
-    """Returns a row for each world size; differences are relative, of the loss to the first N's at the same step."""
-    rows: list[dict[str, float]] = []
-    for size, (seconds, losses) in zip(sizes, np.moveaxis(measured, 2, 1), strict=True):
-        quartile1, median, quartile3 = np.quantile(seconds[WARMUP_STEPS:], [0.25, 0.5, 0.75])
-        difference = np.abs(losses / measured[0, :, 1] - 1)
-        gain = global_batch / median / rows[0]["images/s"] if rows else 1.0
-        numbers = {
-            "step ms": median * 1e3,
-            "quartile 1": quartile1 * 1e3,
-            "quartile 3": quartile3 * 1e3,
-            "images/s": global_batch / median,
-            "efficiency": gain * sizes[0] / size,
-            "relative throughput": gain,
-            "final loss": losses[-1],
-            "step 1 diff": difference[0],
-            "max diff": difference.max(),
-        }
-        at_step = {"at step": int(difference.argmax()) + 1}
-        rows.append({"N": size} | {name: float(f"{value:.4g}") for name, value in numbers.items()} | at_step)
+def tabulate(sizes: Sequence[int], seconds: np.ndarray, difference: np.ndarray, global_batch: int) -> list[list[float]]:
+    """Returns the rows of `HEADER`."""
+    low, median, high = np.quantile(seconds[:, WARMUP_STEPS:], [0.25, 0.5, 0.75], axis=1)
+    rows: list[list[float]] = []
+    for index, size in enumerate(sizes):
+        gain = median[0] / median[index]
+        times = [round(float(value[index]) * 1e3, 2) for value in (median, low, high)]
+        rates = [round(global_batch / median[index]), round(gain * sizes[0] / size, 3), round(gain, 3)]
+        differences = [float(f"{value:.2g}") for value in (difference[index, 0], difference[index].max())]
+        rows.append([size, *times, *rates, *differences, int(difference[index].argmax()) + 1])
     return rows
 
 
-def draw(path: Path, title: str, sizes: Sequence[int], measured: np.ndarray, rows: Sequence[dict[str, float]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Sequence[float]], losses: np.ndarray, difference: np.ndarray) -> None:
     """Draws the loss curves over their relative differences, and the costs of a step."""
     figure = Figure(figsize=(11, 5), layout="constrained")
-    axes = figure.subplot_mosaic([["loss", "step"]] * 2 + [["loss", "rate"], ["diff", "rate"]], width_ratios=[3, 2])
-    colors = colormaps["viridis"](np.linspace(0, 0.9, len(sizes)))
-    steps, losses = np.arange(1, measured.shape[1] + 1), measured[..., 1]
-    for index, (size, color) in enumerate(zip(sizes, colors, strict=True)):
-        width = 1 + 2 * (len(sizes) - 1 - index)  # the later the thinner, so that each shows under the next
-        axes["loss"].semilogy(steps, losses[index], color=color, linewidth=width, label=f"N = {size}")
-        difference = np.abs(losses[index] / losses[0] - 1)
-        axes["diff"].semilogy(steps, np.where(difference > 0, difference, np.nan), color=color, linewidth=1)
-    axes["diff"].axhline(np.finfo(np.float32).eps, color="gray", linestyle=":")
-    axes["diff"].sharex(axes["loss"])
-    axes["loss"].tick_params(labelbottom=False)
-    axes["loss"].set(ylabel="mean training loss (nats)", title="loss of each step's batch")
-    axes["diff"].set(xlabel="step", ylabel=f"relative difference\nto N = {sizes[0]}")
-    axes["loss"].legend()
-    names = [str(size) for size in sizes]
-    for axis, column in (("step", "step ms"), ("rate", "images/s")):
-        bars = axes[axis].bar(names, [row[column] for row in rows], color=colors)
-        axes[axis].bar_label(bars, fmt="{:,.4g}", padding=2)
-        axes[axis].margins(y=0.15)
-    axes["step"].set(ylabel="median step time (ms)", title="cost of a step")
-    axes["rate"].set(xlabel="world size N (devices)", ylabel="images/s")
+    axes = figure.subplot_mosaic("LS;LS;LR;DR", width_ratios=[3, 2])
+    colors, steps = colormaps["viridis"](np.linspace(0, 0.9, len(rows))), np.arange(1, losses.shape[1] + 1)
+    for index, (row, color) in enumerate(zip(rows, colors, strict=True)):
+        width = 2 * (len(rows) - index) - 1  # the later the thinner, so that every curve shows
+        axes["L"].semilogy(steps, losses[index], color=color, linewidth=width, label=f"N = {row[0]}")
+        axes["D"].semilogy(steps, np.where(difference[index] > 0, difference[index], np.nan), color=color)
+    axes["L"].set(ylabel="mean loss of the batch (nats)")
+    axes["L"].legend()
+    axes["D"].set(xlabel="step", ylabel=f"relative diff.\nto N = {rows[0][0]}")
+    for key, column, label in (("S", 1, "median step time (ms)"), ("R", 4, "throughput (images/s)")):
+        bars = axes[key].bar([str(row[0]) for row in rows], [row[column] for row in rows], color=colors)
+        axes[key].bar_label(bars, fmt="{:,.4g}", padding=2)
+        axes[key].margins(y=0.15)
+        axes[key].set(xlabel="world size N (devices)", ylabel=label)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
@@ -166,32 +128,24 @@ def sweep(options: Options) -> None:
     sizes = choose_world_sizes(options.devices)
     config = replace(preset_config("digits"), bn=options.bn, global_batch=options.global_batch)
     device = jax.devices()[0]
-    print(f"$ {shlex.join(['python', *sys.argv])}")
     where = f"{device.platform} ({device.device_kind}), {os.cpu_count()} CPU cores"
-    print(f"jax {version('jax')}, trjax {version('trjax')}, {where}")
+    print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}, {where}")
     if device.platform == "cpu":
         print("CPU devices share the cores: ideal is a relative throughput of 1 at every N, not an efficiency of 1")
     options.out.mkdir(parents=True, exist_ok=True)
-    measured = measure(config, sizes, 20 if options.quick else options.steps)
-    rows = tabulate(sizes, measured, config.global_batch)
-    print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
-    with (options.out / "sweep_world_size.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    seconds, losses = measure(config, sizes, 20 if options.quick else options.steps)
+    difference = np.abs(losses / losses[0] - 1)
+    rows = tabulate(sizes, seconds, difference, config.global_batch)
+    print(format_table(HEADER, rows))
+    csv = options.out / "sweep_world_size.csv"
+    np.savetxt(csv, rows, fmt="%.6g", delimiter=",", header=",".join(HEADER), comments="")
     title = f"digits preset, bn={config.bn}, global batch {config.global_batch}, {where}"
-    draw(options.out / "sweep_world_size.png", title, sizes, measured, rows)
+    draw(options.out / "sweep_world_size.png", title, rows, losses, difference)
 
 
-def main() -> int:
-    """Runs the command and returns its exit code: 0 done, 2 the user's mistake."""
+if __name__ == "__main__":
     try:
         sweep(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        sys.exit(2)

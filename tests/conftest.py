@@ -6,6 +6,7 @@ import pytest
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()  # makes the eight, before a test that goes through `main` asks for fewer
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from functools import cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trjax.backward import reduce_gradients, score

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from helpers import noise_block, one_block_chain, plain_gradients, reduced_on, relative_error, spread
+
 from trjax import collectives
 from trjax.backward import score
 from trjax.batchnorm import BatchNorm
@@ -58,7 +58,9 @@ def start(name: str) -> tuple[Any, Any, Any]:
     """Parameters, statistics and a global batch; the statistics are not those of the batch."""
     chain = CHAINS[name](None)
     size = 32 if name == "bottleneck" else 8
-    init = jax.jit(lambda: init_chain(chain, jax.random.key(1), (size, size, 3)), compiler_options=INIT_COMPILER_OPTIONS["cpu"])
+    init = jax.jit(
+        lambda: init_chain(chain, jax.random.key(1), (size, size, 3)), compiler_options=INIT_COMPILER_OPTIONS["cpu"]
+    )
     params, batch_stats = jax.tree.map(np.asarray, init())
     return spread(params), spread(batch_stats, 1), noise_block(2, GLOBAL_BATCH, (size, size, 3))
 
@@ -150,11 +152,14 @@ def test_synchronised_chain_initialises_and_evaluates_outside_a_mesh() -> None:
     module = BatchNorm(reduce_moments=collectives.sum_moments)
     x, mask = jnp.ones((2, 2, 2, 3)), jnp.ones(2)
     variables = module.init(jax.random.key(0), x, train=False, mask=mask)
-    np.testing.assert_allclose(module.apply(variables, x, train=False, mask=mask), x, rtol=1e-4)
+    y: Any = module.apply(variables, x, train=False, mask=mask)
+    np.testing.assert_allclose(y, x, rtol=1e-4)
 
 
 def test_score_by_hand() -> None:
-    logits = jnp.array([[2.0, 1, 0, 0, 0, 0, 0], [2.0, 1, 0, 0, 0, 0, 0], [0.0, 0, 0, 0, 0, 0, 9], [9.0, 0, 0, 0, 0, 0, 0]])
+    logits = jnp.array(
+        [[2.0, 1, 0, 0, 0, 0, 0], [2.0, 1, 0, 0, 0, 0, 0], [0.0, 0, 0, 0, 0, 0, 9], [9.0, 0, 0, 0, 0, 0, 0]]
+    )
     labels, mask = jnp.array([0, 1, 5, 1]), jnp.array([1.0, 1, 1, 0])
     loss, results = score(logits, labels, mask)
     normaliser = np.log(np.exp(2) + np.exp(1) + 5)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from helpers import noise_block, spread, tiny_program
+
 from trjax.batchnorm import EPSILON, BatchNorm, fold_batchnorm
 from trjax.chain import evaluate_chain
 
@@ -20,7 +20,11 @@ def normalise(x: Any, mask: Any, stats: Any = None, **options: Any) -> tuple[jax
     stats = stats or {"running_mean": jnp.full(channels, 0.25), "running_var": jnp.full(channels, 2.0)}
     module = BatchNorm(**options)
     y, new = module.apply(
-        {"params": params, "batch_stats": stats}, jnp.asarray(x), train=True, mask=jnp.asarray(mask), mutable=["batch_stats"]
+        {"params": params, "batch_stats": stats},
+        jnp.asarray(x),
+        train=True,
+        mask=jnp.asarray(mask),
+        mutable=["batch_stats"],
     )
     return y, new["batch_stats"]
 

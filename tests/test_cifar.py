@@ -31,7 +31,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_rows(name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
-    return random.integers(0, 256, (COUNT, 3072), dtype=np.uint8), random.integers(0, 10 if name == "cifar10" else 100, COUNT)
+    return random.integers(0, 256, (COUNT, 3072), dtype=np.uint8), random.integers(
+        0, 10 if name == "cifar10" else 100, COUNT
+    )
 
 
 def write(name: str, version: int, root: Path) -> tuple[Path, list[tuple[np.ndarray, np.ndarray]]]:
@@ -44,7 +46,9 @@ def write(name: str, version: int, root: Path) -> tuple[Path, list[tuple[np.ndar
         pixels, labels = make_rows(name, seed)
         parts.append((pixels, labels))
         if version == 0:
-            content = pickle.dumps({b"data": pixels, layout.label_key: labels.tolist(), b"batch_label": b"x"}, protocol=2)
+            content = pickle.dumps(
+                {b"data": pixels, layout.label_key: labels.tolist(), b"batch_label": b"x"}, protocol=2
+            )
         else:
             coarse = np.zeros((COUNT, layout.label_bytes - 1), np.uint8)
             content = np.concatenate([coarse, labels[:, None].astype(np.uint8), pixels], 1).tobytes()
@@ -97,7 +101,9 @@ def damage(kind: str, path: Path) -> None:
     elif kind == "wrong count":
         path.write_bytes(pickle.dumps({b"data": np.zeros((3, 3072), np.uint8), b"labels": [0, 1, 2]}, protocol=2))
     elif kind == "wrong label":
-        path.write_bytes(pickle.dumps({b"data": np.zeros((COUNT, 3072), np.uint8), b"labels": [11] * COUNT}, protocol=2))
+        path.write_bytes(
+            pickle.dumps({b"data": np.zeros((COUNT, 3072), np.uint8), b"labels": [11] * COUNT}, protocol=2)
+        )
 
 
 @pytest.mark.parametrize("kind", ["missing", "truncated", "empty", "other", "malicious", "wrong count", "wrong label"])
@@ -110,7 +116,9 @@ def test_damaged_file_is_named(kind: str, packed: bool, tmp_path: Path) -> None:
         root = tmp_path / "packed"
         root.mkdir()
         pack(folder, root / "cifar-10-python.tar.gz")
-    with pytest.raises(ValueError, match=r"data_batch_3 is (missing|damaged).*expected 6 examples of 3072 bytes.*get cifar-10-python"):
+    with pytest.raises(
+        ValueError, match=r"data_batch_3 is (missing|damaged).*expected 6 examples of 3072 bytes.*get cifar-10-python"
+    ):
         cifar.load_cifar("cifar10", str(root))
     assert not Path("owned").exists()
 
@@ -137,7 +145,10 @@ def test_link_in_an_archive_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("root", "message"),
     [
-        ("", r"needs --data.root: a folder with cifar-10-batches-py/ or cifar-10-python.tar.gz, .*; get one from https"),
+        (
+            "",
+            r"needs --data.root: a folder with cifar-10-batches-py/ or cifar-10-python.tar.gz, .*; get one from https",
+        ),
         ("nowhere", r"data.root=nowhere is not a folder"),
         (".", r"data.root=\. holds no cifar10; expected cifar-10-batches-py/"),
     ],

@@ -5,10 +5,11 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from helpers import spread, tiny_program
+
 from trjax.chain import evaluate_chain
 from trjax.data.augment import normalise
 from trjax.data.batches import eval_batches
@@ -46,7 +47,9 @@ def evaluate(num_devices: int, source: Any, batches_of: Any) -> np.ndarray:
 def expected(source: ArraySource) -> np.ndarray:
     """Loss sum and counts in numpy, with unfolded BatchNorm, all examples at once."""
     program, params, batch_stats = prepared(1)
-    logits = np.asarray(evaluate_chain(program.chain, params, batch_stats, normalise(source.images, SPEC)), np.float64)
+    logits = np.asarray(
+        evaluate_chain(program.chain, params, batch_stats, normalise(jnp.asarray(source.images), SPEC)), np.float64
+    )
     own = logits[np.arange(len(source)), source.labels]
     rank = (logits > own[:, None]).sum(1)
     losses = np.log(np.exp(logits).sum(1)) - own

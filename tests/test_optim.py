@@ -43,7 +43,9 @@ def test_updates_worked_by_hand(options: Any, expected: list[float]) -> None:
 
 @pytest.mark.parametrize(("everything", "expected"), [(False, [0.5, 0, 0]), (True, [0.5, 0.5, 0.5])])
 def test_norms_and_biases_decay_only_if_asked(everything: bool, expected: list[float]) -> None:
-    optimizer = make_optimizer(OptimConfig(weight_decay=0.5, momentum=0.0, nesterov=False, decay_norm_and_bias=everything))
+    optimizer = make_optimizer(
+        OptimConfig(weight_decay=0.5, momentum=0.0, nesterov=False, decay_norm_and_bias=everything)
+    )
     params = {"kernel": jnp.ones((3, 3, 1, 1)), "norm": {"scale": jnp.ones(2), "bias": jnp.ones(2)}}
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     assert [float(updates["kernel"][0, 0, 0, 0]), *(float(leaf[0]) for leaf in updates["norm"].values())] == expected
@@ -56,12 +58,17 @@ def test_norms_and_biases_decay_only_if_asked(everything: bool, expected: list[f
         ({"schedule": "linear"}, [0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05]),
         ({"schedule": "cosine"}, [0.2 * (1 + np.cos(np.pi * step / 8)) for step in range(8)]),
         ({"schedule": "step", "milestones": (1.0, 3.0)}, [0.4, 0.4, 0.04, 0.04, 0.04, 0.04, 0.004, 0.004]),
-        ({"schedule": "cosine", "warmup_epochs": 2.0}, [0.1, 0.2, 0.3, 0.4, 0.4, *(0.2 * (1 + np.cos(np.pi * step / 4)) for step in (1, 2, 3))]),
+        (
+            {"schedule": "cosine", "warmup_epochs": 2.0},
+            [0.1, 0.2, 0.3, 0.4, 0.4, *(0.2 * (1 + np.cos(np.pi * step / 4)) for step in (1, 2, 3))],
+        ),
         ({"schedule": "step", "milestones": (3.0,), "warmup_epochs": 1.0}, [0.2, 0.4, 0.4, 0.4, 0.4, 0.4, 0.04, 0.04]),
         ({"schedule": "constant", "scale_from_batch": 256}, [0.8] * 8),
     ],
 )
 def test_schedules_worked_by_hand(options: Any, expected: list[float]) -> None:
-    rates = make_learning_rates(OptimConfig(learning_rate=0.4, **options), epochs=4, steps_per_epoch=2, global_batch=512)
+    rates = make_learning_rates(
+        OptimConfig(learning_rate=0.4, **options), epochs=4, steps_per_epoch=2, global_batch=512
+    )
     np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-8)
     assert rates.dtype == np.float32

@@ -81,7 +81,9 @@ def test_readiness_order_counts_blocks_as_numbers() -> None:
 
 
 def test_empty_groups_vanish_and_results_move() -> None:
-    no_deep = make_plan({"stem": SMALL_PARAMS["stem"], "head": SMALL_PARAMS["head"]}, SMALL_STATS, ("stem", "body", "head"))
+    no_deep = make_plan(
+        {"stem": SMALL_PARAMS["stem"], "head": SMALL_PARAMS["head"]}, SMALL_STATS, ("stem", "body", "head")
+    )
     assert [group.name for group in no_deep.groups] == ["first"]
     assert [region.kind for region in no_deep.regions][-3:] == [Kind.R_RESULT, Kind.B_NEXT_MEAN, Kind.B_NEXT_VAR]
     no_first = make_plan({"stem": {}, "body": SMALL_PARAMS["body"], "head": {}}, {}, SEGMENTS)
@@ -107,7 +109,9 @@ leaves = st.one_of(
     st.tuples(), st.tuples(dims), st.tuples(dims, dims), st.tuples(dims, dims, dims), st.tuples(dims, dims, dims, dims)
 )
 names = st.sampled_from(["kernel", "bias", "scale", "alpha", "w10", "w2"])
-modules = st.dictionaries(st.sampled_from(["conv1", "conv2", "norm", "sub"]), st.dictionaries(names, leaves, min_size=1))
+modules = st.dictionaries(
+    st.sampled_from(["conv1", "conv2", "norm", "sub"]), st.dictionaries(names, leaves, min_size=1)
+)
 stats = st.dictionaries(st.sampled_from(["n1", "n2"]), st.fixed_dictionaries({"running_mean": leaves, "sigma": leaves}))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-
 from helpers import tiny_config, tiny_program
+
 from trjax.config import Config, DataConfig, OptimConfig
 from trjax.data.batches import Batch, count_batches, train_batches
 from trjax.data.sources import load
@@ -30,7 +30,9 @@ def batches(config: Config, num_steps: int) -> list[Batch]:
     return list(train_batches(load(config.data)[0], config.global_batch, config.seed, 0, num_steps))
 
 
-def run_steps(program: Program, num_devices: int, some: list[Batch], rate: float = 0.05) -> tuple[Any, list[np.ndarray]]:
+def run_steps(
+    program: Program, num_devices: int, some: list[Batch], rate: float = 0.05
+) -> tuple[Any, list[np.ndarray]]:
     where = placement(make_mesh(f"0-{num_devices - 1}"), SPLIT)
     state, losses = program.init(), []
     for batch in some:

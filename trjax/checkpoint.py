@@ -12,6 +12,11 @@ from trjax.mesh import REPLICATED, placement
 from trjax.state import TrainState
 
 _METRIC = "test_top1"
+_UNTESTED = -1.0  # below every accuracy: a checkpoint inside an epoch has none, and orbax wants one of each
+
+
+def _top1(metrics: dict[str, float]) -> float:
+    return metrics[_METRIC]
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,8 @@ class Checkpoints:
 
     def top1(self, step: int | None) -> float | None:
         """Test top-1 of a checkpoint; None if it was saved without one."""
-        metrics = None if step is None else self.manager.metrics(step)
-        return metrics[_METRIC] if metrics else None
+        top1 = _UNTESTED if step is None else _top1(self.manager.metrics(step))
+        return None if top1 == _UNTESTED else top1
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -43,16 +48,9 @@ def open_checkpoints(folder: Path) -> Checkpoints:
     """Opens (or creates) a run's checkpoints."""
     policies = ocp.checkpoint_managers.preservation_policy
     options = ocp.CheckpointManagerOptions(
-        best_fn=lambda metrics: metrics[_METRIC],
+        best_fn=_top1,
         preservation_policy=policies.AnyPreservationPolicy(
-            [
-                policies.LatestN(n=1),
-                policies.BestN(
-                    get_metric_fn=lambda metrics: metrics[_METRIC],
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                ),
-            ]
+            [policies.LatestN(n=1), policies.BestN(get_metric_fn=_top1, n=1)]
         ),
         # A save in the background reads arrays that the next step, their donee, already overwrites.
         enable_async_checkpointing=False,
@@ -86,7 +84,7 @@ def save(
         "position": ocp.args.JsonSave(position),
         "config": ocp.args.JsonSave(config),
     }
-    metrics = None if top1 is None else {_METRIC: top1}
+    metrics = {_METRIC: _UNTESTED if top1 is None else top1}
     checkpoints.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
 
 

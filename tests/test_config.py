@@ -1,0 +1,159 @@
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trjax.config import Config, DataConfig, ModelConfig, OptimConfig, config_from_table, config_to_toml, read_table
+from trjax.presets import PRESETS, parse_config
+
+pytestmark = pytest.mark.fast
+
+
+def parse(*arguments: str) -> Config:
+    return parse_config(arguments, "prog", "Do.")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_round_trip_through_toml(name: str) -> None:
+    config = PRESETS[name].config
+    assert config.preset == name
+    assert config_from_table(tomllib.loads(config_to_toml(config)), Config(), "x") == config
+
+
+@given(
+    st.builds(
+        Config,
+        devices=st.text(),
+        global_batch=st.integers(1, 10**9),
+        seed=st.integers(0, 2**32 - 1),
+        epochs=st.integers(1000, 2000),
+        workdir=st.text(alphabet=st.characters(exclude_categories=["Cs"])),
+        optim=st.builds(
+            OptimConfig,
+            learning_rate=st.floats(1e-30, 1e30),
+            warmup_epochs=st.floats(0, 1000),
+            decay=st.sampled_from(["l2", "decoupled"]),
+            weight_decay=st.floats(0, 1),
+        ),
+        model=st.builds(ModelConfig, width=st.integers(0, 999)),
+    )
+)
+def test_any_config_round_trips_through_toml(config: Config) -> None:
+    assert config_from_table(tomllib.loads(config_to_toml(config)), Config(), "x") == config
+
+
+def test_later_ones_win(tmp_path: Path) -> None:
+    Path("mine.toml").write_text(
+        'preset = "cifar10-resnet20"\nepochs = 7\n[optim]\nmilestones = [3, 5.5]\nlearning_rate = 1\n'
+    )
+    config = parse("--config", "mine.toml", "--epochs", "9", "--data.root", "here", "--optim.nesterov")
+    assert config.optim == replace(
+        PRESETS["cifar10-resnet20"].config.optim, milestones=(3.0, 5.5), learning_rate=1.0, nesterov=True
+    )
+    assert (config.epochs, config.global_batch, config.data.root) == (9, 128, "here")
+    assert parse("--config=mine.toml", "--preset=cifar10-resnet56", "--global_batch", "64").model.arch == "resnet56"
+
+
+def test_resumed_run_starts_from_its_own_file() -> None:
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(config_to_toml(PRESETS["cifar10-resnet18"].config))
+    assert parse("--workdir", "run", "--epochs", "3") == replace(
+        PRESETS["cifar10-resnet18"].config, workdir="run", epochs=3
+    )
+    assert parse("--workdir", "run", "--preset", "digits").model.arch == "resnet8"
+    assert parse("--workdir", "new").preset == "digits"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", r"mine.toml: epoch: unknown option$"),
+        ("[data]\nfolder = 'x'", r"mine.toml: data.folder: unknown option"),
+        ("epochs = '3'", r"epochs: Input should be a valid integer, not '3'"),
+        ("epochs = true", r"epochs: Input should be a valid integer"),
+        ("epochs = 2.5", r"epochs: Input should be a valid integer"),
+        ("data = 3", r"data: "),
+        ("bn = 'none'", r"bn: Input should be 'local' or 'sync', not 'none'"),
+        ("epochs = 0", r"epochs=0: must be positive"),
+        ("[optim]\nmomentum = 0", r"optim.nesterov with optim.momentum=0"),
+        ("preset = 'nothing'", r"preset='nothing' is unknown; known: digits, "),
+        ("preset = 3", r"preset='3' is unknown"),
+        ("epochs = ", r"cannot read the configuration mine.toml"),
+        ("seed = 1\nseed = 2", r"cannot read the configuration mine.toml"),
+        ("epochs = 1979-05-27", r"epochs: Input should be a valid integer"),
+    ],
+)
+def test_bad_file_names_the_option(text: str, message: str) -> None:
+    Path("mine.toml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse("--config", "mine.toml")
+
+
+def test_missing_file() -> None:
+    with pytest.raises(ValueError, match="cannot read the configuration gone.toml"):
+        parse("--config", "gone.toml")
+    Path("binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="cannot read the configuration binary.toml"):
+        read_table("binary.toml")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Config(global_batch=0), "global_batch=0: must be positive"),
+        (lambda: Config(seed=-1), r"seed=-1: must be in \[0, 2\^32\)"),
+        (lambda: Config(log_every=0), "log_every=0"),
+        (lambda: Config(epochs=2, optim=OptimConfig(warmup_epochs=3)), "warm-up must end within the run"),
+        (lambda: OptimConfig(learning_rate=0), "learning_rate=0"),
+        (lambda: OptimConfig(learning_rate=float("nan")), "learning_rate=nan"),
+        (lambda: OptimConfig(schedule="step"), "milestones belong to schedule=step, which needs them"),
+        (lambda: OptimConfig(milestones=(1.0,)), "milestones belong to schedule=step"),
+        (lambda: OptimConfig(schedule="step", milestones=(2.0, 1.0)), "must increase"),
+        (lambda: OptimConfig(momentum=1.0), "optim.momentum=1.0"),
+        (lambda: OptimConfig(weight_decay=-1.0), "optim.weight_decay=-1.0"),
+        (lambda: DataConfig(image_shape=(8, 8, 1)), "data.source=digits with data.image_shape"),
+        (lambda: DataConfig(num_classes=3), "these belong to data.source=synthetic"),
+        (lambda: DataConfig(source="synthetic", image_shape=(8, 8)), "height, width, channels"),
+        (lambda: DataConfig(source="synthetic", image_shape=(8, 0, 1)), "all positive"),
+        (lambda: DataConfig(crop_padding=-1), "crop_padding=-1"),
+        (lambda: ModelConfig(width=-1), "model.width=-1"),
+    ],
+)
+def test_impossible_values(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epoch", "3"], "--epochs"),
+        (["--epochs", "x"], "--epochs"),
+        (["--bn", "none"], "--bn"),
+        (["--data.sauce", "x"], "--data.sauce"),
+        (["--global-batch"], "--global-batch"),
+    ],
+)
+def test_bad_option_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse(*arguments)
+    assert exit_info.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.out + captured.err
+
+
+def test_help_lists_presets_with_what_to_expect(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse("--help")
+    assert exit_info.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for name, preset in PRESETS.items():
+        assert f"{name}: {preset.expected}" in out
+        assert name == "digits" or "not run here" in preset.expected
+    for option in ("--config", "--devices", "--platform", "--global-batch", "--epochs", "--seed", "--bn", "--precision",
+                   "--workdir", "--data.root"):  # fmt: skip
+        assert option in out

@@ -1,0 +1,244 @@
+"""The loop, as a user meets it: through `main`, and as a process of its own."""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers import one_block_chain, tiny_config
+
+from trjax import train as train_module
+from trjax.checkpoint import open_checkpoints, restore
+from trjax.collectives import sum_moments
+from trjax.config import Config, read_table
+from trjax.mesh import make_mesh
+from trjax.program import compile_program, make_program
+from trjax.train import main, train
+
+TINY = [
+    "--data.source", "synthetic", "--data.image-shape", "8", "8", "3", "--data.train-examples", "60",
+    "--data.test-examples", "30", "--data.crop-padding", "1", "--model.width", "4", "--global-batch", "24",
+    "--optim.warmup-epochs", "0", "--platform", "cpu",
+]  # fmt: skip
+STEPS_PER_EPOCH = 3
+
+
+@pytest.fixture(autouse=True)
+def _small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, the configured ResNet is one block: it compiles in a second or two."""
+    chain_of = lambda config, spec: one_block_chain(sum_moments if config.bn == "sync" else None)  # noqa: E731
+    monkeypatch.setattr("trjax.program.make_chain", chain_of)
+
+
+def lines(workdir: Path | str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
+
+
+def run_tiny(workdir: str, stop_after: int = 0, **changes: Any) -> Any:
+    """Trains the smallest chain; an interrupt arrives during step `stop_after`, counted from the process's start."""
+    config = tiny_config(workdir=workdir, log_every=2, **changes)
+    calls = 0
+
+    def interrupted() -> bool:
+        nonlocal calls
+        calls += 1
+        return bool(stop_after) and calls > stop_after
+
+    with pytest.MonkeyPatch.context() as patch:
+        if stop_after:
+            # `_loop` asks once before an epoch, `_train_epoch` after each step
+            patch.setattr(train_module, "_catch_interrupts", lambda: nullcontext(interrupted))
+        return train(config)
+
+
+def final_state(workdir: str, config: Config, devices: str = "0") -> Any:
+    mesh = make_mesh(devices)
+    program = make_program(config, mesh)
+    return restore(open_checkpoints(Path(workdir, "checkpoints")), program.state_shape, mesh, program.formats)
+
+
+def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        assert main([*TINY, "--epochs", "2", "--devices", "0-2", "--log-every", "2"]) == 0
+    for program in ("block_step", "accumulate", "reduce_totals"):
+        compiled = [record for record in caplog.records if f"Compiling jit({program})" in record.getMessage()]
+        assert len(compiled) == 1, program
+    (workdir,) = Path("runs").iterdir()
+    records = lines(workdir)
+    keys = "split epoch step loss top1 top5 examples learning_rate images_per_second seconds"
+    assert all(list(record) == keys.split() for record in records)
+    assert [(record["split"], record["epoch"], record["step"], record["examples"]) for record in records] == [
+        ("train", 1, 2, 48), ("train", 1, 3, 12), ("test", 1, 3, 30),
+        ("train", 2, 4, 24), ("train", 2, 6, 36), ("test", 2, 6, 30),
+    ]  # fmt: skip
+    assert all(0 <= record["top1"] <= record["top5"] <= 1 and record["images_per_second"] > 0 for record in records)
+    out = capsys.readouterr().out
+    assert f"60 training and 30 test examples, 3 cpu devices, {workdir}" in out
+    assert re.search(r"epoch 2/2  step 6  test   loss \d\.\d{4}  top-1 +[\d.]+%", out)
+    best = max(record["top1"] for record in records if record["split"] == "test")
+    assert f"last test top-1 {records[-1]['top1']:.2%}" in out
+    assert f"best test top-1 {best:.2%} at step" in out
+    assert f"checkpoints in {workdir}/checkpoints" in out
+    table = read_table(workdir / "config.toml")
+    assert (table["epochs"], table["devices"], table["workdir"]) == (2, "0-2", "")
+
+
+def test_the_written_config_reproduces_the_run() -> None:
+    assert main([*TINY, "--epochs", "1", "--workdir", "one", "--seed", "5"]) == 0
+    assert main(["--config", "one/config.toml", "--workdir", "two"]) == 0
+    timing = {"images_per_second", "seconds"}
+    strip = lambda records: [{key: record[key] for key in record.keys() - timing} for record in records]  # noqa: E731
+    assert strip(lines("one")) == strip(lines("two"))
+
+
+def test_stopping_after_any_step_and_resuming_is_bitwise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs of five batches, the fifth of them partial, stopped once after every step."""
+    config, total = tiny_config(epochs=2, log_every=2), 2 * 5
+    program = make_program(config, make_mesh("0-1"))
+    compiled = compile_program(program)
+    monkeypatch.setattr(train_module, "make_program", lambda *_: program)
+    monkeypatch.setattr(train_module, "compile_program", lambda _: compiled)
+    run_tiny("whole", devices="0-1")
+    whole = final_state("whole", config)
+    assert int(whole.step) == total
+    for stop_after in range(1, total):
+        workdir = f"stop{stop_after}"
+        # one question a step, and one before each epoch
+        summary = run_tiny(workdir, stop_after=stop_after + (stop_after - 1) // 5, devices="0-1")
+        assert (summary.finished, summary.step) == (False, stop_after)
+        assert run_tiny(workdir, devices="0-1").finished
+        jax.tree.map(np.testing.assert_array_equal, final_state(workdir, config), whole)
+        records = lines(workdir)
+        assert sum(record["examples"] for record in records if record["split"] == "train") == 200
+        assert [record["step"] for record in records if record["split"] == "test"] == [5, 10]
+
+
+def test_resuming_on_other_devices_goes_on() -> None:
+    run_tiny("run", stop_after=4, bn="sync", devices="0-7")
+    assert run_tiny("run", bn="sync", devices="0-2").step == 10
+    run_tiny("whole", bn="sync", devices="0")
+    config = tiny_config(bn="sync", log_every=2)
+    moved, whole = final_state("run", config), final_state("whole", config)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), moved, whole)
+
+
+def test_last_and_best_are_kept() -> None:
+    run_tiny("run", epochs=6)
+    records = [record for record in lines("run") if record["split"] == "test"]
+    best = max(records, key=lambda record: record["top1"])
+    kept = {int(folder.name) for folder in Path("run/checkpoints").iterdir() if folder.name.isdigit()}
+    checkpoints = open_checkpoints(Path("run/checkpoints"))
+    assert checkpoints.last_step == 30
+    assert checkpoints.best is not None
+    assert checkpoints.best[1] == best["top1"]
+    assert kept == {30, checkpoints.best[0]}
+
+
+def test_finished_run_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run_tiny("run")
+    before = {path: path.stat().st_mtime_ns for path in Path("run/checkpoints").rglob("*")}
+    metrics = Path("run/metrics.jsonl").read_text()
+    summary = run_tiny("run")
+    assert (summary.finished, summary.step) == (True, 10)
+    assert summary.last_top1 is not None
+    assert {path: path.stat().st_mtime_ns for path in Path("run/checkpoints").rglob("*")} == before
+    assert Path("run/metrics.jsonl").read_text() == metrics
+
+
+def test_more_epochs_go_on() -> None:
+    run_tiny("run")
+    assert run_tiny("run", epochs=3).step == 15
+    assert read_table("run/config.toml")["epochs"] == 3
+
+
+def test_other_options_in_the_same_folder_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--epochs", "1", "--workdir", "run"]) == 0
+    saved = Path("run/config.toml").read_text()
+    assert main([*TINY, "--epochs", "1", "--workdir", "run", "--seed", "3", "--optim.learning-rate", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "run holds another run: seed is 0 there and 3 here; optim.learning_rate is 0.1 there and 1.0 here" in error
+    assert Path("run/config.toml").read_text() == saved
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--devices", "0-7", "--global-batch", "100"],
+            "global_batch=100 is not divisible by world_size=8; nearest valid: 96, 104",
+        ),
+        (["--devices", "0-9"], "index 9 is out of range; there are 8 cpu devices"),
+        (["--preset", "cifar10-resnet20"], "needs --data.root"),
+        (["--preset", "imagenet-resnet50"], "does not read image folders"),
+        (["--workdir", "file"], "workdir=file cannot be used"),
+        (["--workdir", "strange"], "holds checkpoints but no config.toml"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
+    Path("strange/checkpoints").mkdir(parents=True)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+def test_metrics_of_steps_done_again_are_dropped() -> None:
+    run_tiny("run", stop_after=3)
+    with Path("run/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"split": "train", "step": 5}) + '\n{"split": "tr')  # killed two steps later
+    run_tiny("run")
+    assert [(record["split"], record["step"]) for record in lines("run")] == [
+        ("train", 2), ("train", 3), ("train", 4), ("train", 5), ("test", 5),
+        ("train", 6), ("train", 8), ("train", 10), ("test", 10),
+    ]  # fmt: skip
+
+
+def launch(*arguments: str) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    command = [sys.executable, "-W", "error::DeprecationWarning:trjax", "-m", "trjax.train", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_interrupt_saves_and_the_run_goes_on_to_the_same_end() -> None:
+    """Ctrl-C in a process of its own; what a machine without a GPU prints holds no traceback."""
+    long = [*TINY[:-2], "--epochs", "400", "--workdir", "run"]
+    process = launch(*long)
+    deadline = time.time() + 120
+    while not (Path("run/metrics.jsonl").exists() and len(lines("run")) > 3) and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "Traceback" not in out + err
+    assert "cuda" not in err.lower()
+    assert "stopping after this step" in err
+    assert "resume with: python -m trjax.train --workdir run" in out
+    step = open_checkpoints(Path("run/checkpoints")).last_step
+    assert step is not None
+    assert f"stopped at step {step} " in out
+    assert lines("run")[-1]["step"] == step
+    config = read_table("run/config.toml")
+    assert config["epochs"] == 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["0-0", "0-2", "0-7"])
+def test_digits_reaches_its_accuracy(devices: str) -> None:
+    process = launch("--devices", devices, "--workdir", "run")
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    tests = [record["top1"] for record in lines("run") if record["split"] == "test"]
+    assert tests[-1] >= 0.985, out
