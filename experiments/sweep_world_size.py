@@ -1,4 +1,8 @@
-"""Does training give the same numbers at every world size, and what does a step cost there?"""
+"""Does training give the same numbers at every world size, and what does a step cost there?
+
+Training amplifies rounding, so curves part in the end; a control shows how far they may: the first world size again,
+from initial parameters that are one rounding step away.
+"""
 
 import os
 import shlex
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from matplotlib import colormaps
@@ -28,7 +33,8 @@ from trjax.records import format_table
 
 WARMUP_STEPS = 3  # left out of the times: the first calls fill caches and pools
 ROUND_STEPS = 10  # of one world size before the next has its turn, so that the machine's noise hits all alike
-HEADER = ["N", "step ms", "quartile 1", "quartile 3", "images/s", "efficiency", "relative throughput", "step 1 diff", "max diff", "at step"]
+HEADER = ["N", "images/s", "step ms", "spread ms", "relative throughput", "efficiency"]
+HEADER += ["step 1 diff", "max diff", "at step", "control max diff"]
 
 
 @dataclass(frozen=True)
@@ -47,20 +53,14 @@ class Options:
     """Folder for the CSV and the figure."""
 
 
-def choose_world_sizes(spec: str) -> tuple[int, ...]:
-    """Returns the world sizes asked for; raises ValueError where there are not as many devices."""
-    present = len(jax.devices())
-    sizes = parse_devices(spec) or tuple(size for size in (1, 2, 4, 8) if size <= present)
-    if not 0 < min(sizes) <= max(sizes) <= present:
-        raise ValueError(f"devices={spec!r}: world sizes must be 1 to {present}, the number of devices present")
-    return sizes
-
-
-def run(config: Config, program: Program, world_size: int, source: Source) -> Iterator[tuple[float, float]]:
+def run(config: Config, size: int, program: Program, source: Source, nudge: bool) -> Iterator[tuple[float, float]]:
     """Yields the seconds of each step, with its batch placed before and its results awaited, and its mean loss."""
     steps_per_epoch = count_batches(len(source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    split, state = placement(make_mesh(f"0-{world_size - 1}"), SPLIT), program.init()
+    split, state = placement(make_mesh(f"0-{size - 1}"), SPLIT), program.init()
+    if nudge:
+        nudged = jax.tree.map(lambda leaf: jnp.nextafter(leaf, jnp.inf), state.params)
+        state = replace(state, params=jax.device_put(nudged, program.formats.params))
     for step, batch in enumerate(train_batches(source, config.global_batch, config.seed, 0, len(rates))):
         placed, epoch = jax.block_until_ready(jax.device_put(batch, split)), np.int32(step // steps_per_epoch)
         start = time.perf_counter()
@@ -69,19 +69,16 @@ def run(config: Config, program: Program, world_size: int, source: Source) -> It
 
 
 def measure(config: Config, sizes: Sequence[int], num_steps: int) -> np.ndarray:
-    """Returns the seconds and the loss of every step, shape (2, sizes, steps).
-
-    Raises:
-        ValueError: the global batch is not divisible by a world size, or the steps are too few or too many.
-    """
+    """Returns the seconds and losses of all steps, shape (2, sizes + 1, steps), control last; raises ValueError."""
     source, _ = load(config.data)
     longest = config.epochs * count_batches(len(source), config.global_batch)
     if not WARMUP_STEPS < num_steps <= longest:
         raise ValueError(f"steps={num_steps}: must be {WARMUP_STEPS + 1} to {longest}, the length of the preset's run")
     programs = [make_program(config, make_mesh(f"0-{size - 1}")) for size in sizes]
-    pairs = zip(sizes, programs, strict=True)
-    runs = [run(config, compile_program(program), size, source) for size, program in pairs]
-    measured: list[list[tuple[float, float]]] = [[] for _ in sizes]
+    programs = [compile_program(program) for program in programs]  # only when all have passed the checks
+    runs = [run(config, size, program, source, nudge=False) for size, program in zip(sizes, programs, strict=True)]
+    runs.append(run(config, sizes[0], programs[0], source, nudge=True))
+    measured: list[list[tuple[float, float]]] = [[] for _ in runs]
     for start_step in range(0, num_steps, ROUND_STEPS):
         for steps, so_far in zip(runs, measured, strict=True):
             so_far += islice(steps, min(ROUND_STEPS, num_steps - start_step))
@@ -89,35 +86,36 @@ def measure(config: Config, sizes: Sequence[int], num_steps: int) -> np.ndarray:
 
 
 def tabulate(sizes: Sequence[int], seconds: np.ndarray, difference: np.ndarray, global_batch: int) -> list[list[float]]:
-    """Returns the rows of `HEADER`."""
+    """Returns the rows of `HEADER`; the spread is that of the middle half of the steps."""
     low, median, high = np.quantile(seconds[:, WARMUP_STEPS:], [0.25, 0.5, 0.75], axis=1)
     rows: list[list[float]] = []
-    for index, size in enumerate(sizes):
-        gain = median[0] / median[index]
-        times = [round(float(value[index]) * 1e3, 2) for value in (median, low, high)]
-        rates = [round(global_batch / median[index]), round(gain * sizes[0] / size, 3), round(gain, 3)]
-        differences = [float(f"{value:.2g}") for value in (difference[index, 0], difference[index].max())]
-        rows.append([size, *times, *rates, *differences, int(difference[index].argmax()) + 1])
+    for size, step_time, spread, curve in zip(sizes, median, high - low, difference, strict=False):
+        gain = median[0] / step_time
+        costs = [float(f"{number:.4g}") for number in (step_time * 1e3, spread * 1e3, gain, gain * sizes[0] / size)]
+        first, most, control = (float(f"{number:.2g}") for number in (curve[0], curve.max(), difference[-1].max()))
+        rows.append([size, round(global_batch / step_time), *costs, first, most, int(curve.argmax()) + 1, control])
     return rows
 
 
 def draw(path: Path, title: str, rows: Sequence[Sequence[float]], losses: np.ndarray, difference: np.ndarray) -> None:
     """Draws the loss curves over their relative differences, and the costs of a step."""
     figure = Figure(figsize=(11, 5), layout="constrained")
-    axes = figure.subplot_mosaic("LS;LS;LR;DR", width_ratios=[3, 2])
+    axes = figure.subplot_mosaic("LS;DR", width_ratios=[3, 2])
     colors, steps = colormaps["viridis"](np.linspace(0, 0.9, len(rows))), np.arange(1, losses.shape[1] + 1)
+    positive = np.where(difference > 0, difference, np.nan)
+    axes["D"].semilogy(steps, positive[-1], color="gray", linestyle=":", label=f"N = {rows[0][0]}, nudged (control)")
     for index, (row, color) in enumerate(zip(rows, colors, strict=True)):
         width = 2 * (len(rows) - index) - 1  # the later the thinner, so that every curve shows
         axes["L"].semilogy(steps, losses[index], color=color, linewidth=width, label=f"N = {row[0]}")
-        axes["D"].semilogy(steps, np.where(difference[index] > 0, difference[index], np.nan), color=color)
+        axes["D"].semilogy(steps, positive[index], color=color, linewidth=1)
     axes["L"].set(ylabel="mean loss of the batch (nats)")
-    axes["L"].legend()
-    axes["D"].set(xlabel="step", ylabel=f"relative diff.\nto N = {rows[0][0]}")
-    for key, column, label in (("S", 1, "median step time (ms)"), ("R", 4, "throughput (images/s)")):
+    axes["D"].set(xlabel="step", ylabel=f"relative difference\nto N = {rows[0][0]}")
+    for key, column, label in (("S", 2, "median step time (ms)"), ("R", 1, "throughput (images/s)")):
         bars = axes[key].bar([str(row[0]) for row in rows], [row[column] for row in rows], color=colors)
         axes[key].bar_label(bars, fmt="{:,.4g}", padding=2)
         axes[key].margins(y=0.15)
         axes[key].set(xlabel="world size N (devices)", ylabel=label)
+    figure.legend(loc="outside lower center", ncols=len(losses))
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
@@ -125,7 +123,9 @@ def draw(path: Path, title: str, rows: Sequence[Sequence[float]], losses: np.nda
 def sweep(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
     start_platform("auto", "0-7")
-    sizes = choose_world_sizes(options.devices)
+    sizes = parse_devices(options.devices) or tuple(size for size in (1, 2, 4, 8) if size <= jax.device_count())
+    if not 0 < min(sizes) <= max(sizes) <= jax.device_count():
+        raise ValueError(f"devices={options.devices!r}: must be 1 to {jax.device_count()}, the number of devices here")
     config = replace(preset_config("digits"), bn=options.bn, global_batch=options.global_batch)
     device = jax.devices()[0]
     where = f"{device.platform} ({device.device_kind}), {os.cpu_count()} CPU cores"
@@ -137,8 +137,7 @@ def sweep(options: Options) -> None:
     difference = np.abs(losses / losses[0] - 1)
     rows = tabulate(sizes, seconds, difference, config.global_batch)
     print(format_table(HEADER, rows))
-    csv = options.out / "sweep_world_size.csv"
-    np.savetxt(csv, rows, fmt="%.6g", delimiter=",", header=",".join(HEADER), comments="")
+    np.savetxt(options.out / "sweep_world_size.csv", rows, "%.6g", ",", header=",".join(HEADER), comments="")
     title = f"digits preset, bn={config.bn}, global batch {config.global_batch}, {where}"
     draw(options.out / "sweep_world_size.png", title, rows, losses, difference)
 

@@ -1,5 +1,10 @@
 """Eight CPU devices for every test; sloppy broadcasting and warnings are errors."""
 
+import os
+
+# Compiling takes most of the suite's time, and half of that is LLVM making code fast that runs once.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
 import jax
 import pytest
 

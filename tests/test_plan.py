@@ -125,7 +125,7 @@ def trees(draw: st.DrawFn) -> tuple[Any, Any, tuple[str, ...]]:
     return to_shapes(params), to_shapes(batch_stats), segments
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trees(), st.sampled_from([4, 16, 256]))
 def test_regions_tile_their_group(tree: Any, alignment_bytes: int) -> None:
     params, batch_stats, segments = tree
@@ -142,7 +142,7 @@ def test_regions_tile_their_group(tree: Any, alignment_bytes: int) -> None:
         assert 0 <= group.size_elements - end < alignment_bytes // 4
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(trees(), st.sampled_from(["OHWI", "HWIO"]), st.sampled_from([4, 16]))
 def test_round_trip_is_bitwise(tree: Any, conv_order: Any, alignment_bytes: int) -> None:
     params, batch_stats, segments = tree

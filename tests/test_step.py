@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from helpers import tiny_config, tiny_program
 
-from trjax.config import Config, DataConfig, OptimConfig
+from trjax.config import Config, DataConfig, ModelConfig
 from trjax.data.batches import Batch, count_batches, train_batches
 from trjax.data.sources import load
 from trjax.mesh import SPLIT, make_mesh, placement
 from trjax.optim import make_learning_rates
 from trjax.program import Program, compile_program, make_program
 
-CURVE = 2e-5
-"""Relative difference of two losses after 20 steps that differ only in the order of float32 sums. Each step
-leaves about 1e-7, momentum carries it on, and training amplifies it: 4e-6 was the most seen."""
+CURVE = 1e-6
+"""Relative difference of two losses, over 20 steps, that differ only in the order of float32 sums: eight roundings
+of 1.2e-7. At most two were seen, at rates from 0.02 to 0.2."""
 
 
 def digits_config(**changes: Any) -> Config:
-    config = Config(bn="sync", data=DataConfig(source="digits", crop_padding=1), optim=OptimConfig(learning_rate=0.02))
+    config = Config(bn="sync", data=DataConfig(source="digits", crop_padding=1), model=ModelConfig(width=8))
     return replace(config, **changes)
 
 
@@ -101,8 +101,8 @@ def test_digits_curve_does_not_depend_on_the_world_size() -> None:
     curves = {}
     for num_devices in (1, 2, 4, 8):
         program = make_program(config, make_mesh(f"0-{num_devices - 1}"))
-        curves[num_devices] = np.array([loss[0] / loss[3] for loss in run_steps(program, num_devices, some, 0.02)[1]])
-    assert curves[1][-1] < curves[1][0] - 0.01
+        curves[num_devices] = np.array([loss[0] / loss[3] for loss in run_steps(program, num_devices, some, 0.2)[1]])
+    assert curves[1][-1] < curves[1][0] - 0.02
     for num_devices in (2, 4, 8):
         np.testing.assert_allclose(curves[num_devices], curves[1], rtol=CURVE)
 
