@@ -1,7 +1,6 @@
 """Does training give the same numbers at every world size, and what does a step cost there?
 
-Training amplifies rounding, so curves part in the end; a control shows how far they may: the first world size again,
-from initial parameters that are one rounding step away.
+Training amplifies rounding; a control shows how far: the first size again, from parameters one rounding step away.
 """
 
 import os
@@ -9,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import islice
@@ -74,8 +74,8 @@ def measure(config: Config, sizes: Sequence[int], num_steps: int) -> np.ndarray:
     longest = config.epochs * count_batches(len(source), config.global_batch)
     if not WARMUP_STEPS < num_steps <= longest:
         raise ValueError(f"steps={num_steps}: must be {WARMUP_STEPS + 1} to {longest}, the length of the preset's run")
-    programs = [make_program(config, make_mesh(f"0-{size - 1}")) for size in sizes]
-    programs = [compile_program(program) for program in programs]  # only when all have passed the checks
+    with ThreadPoolExecutor() as pool:  # compiling takes longest by far
+        programs = list(pool.map(compile_program, [make_program(config, make_mesh(f"0-{n - 1}")) for n in sizes]))
     runs = [run(config, size, program, source, nudge=False) for size, program in zip(sizes, programs, strict=True)]
     runs.append(run(config, sizes[0], programs[0], source, nudge=True))
     measured: list[list[tuple[float, float]]] = [[] for _ in runs]
@@ -99,7 +99,7 @@ def tabulate(sizes: Sequence[int], seconds: np.ndarray, difference: np.ndarray, 
 
 def draw(path: Path, title: str, rows: Sequence[Sequence[float]], losses: np.ndarray, difference: np.ndarray) -> None:
     """Draws the loss curves over their relative differences, and the costs of a step."""
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.subplot_mosaic("LS;DR", width_ratios=[3, 2])
     colors, steps = colormaps["viridis"](np.linspace(0, 0.9, len(rows))), np.arange(1, losses.shape[1] + 1)
     positive = np.where(difference > 0, difference, np.nan)
@@ -109,12 +109,11 @@ def draw(path: Path, title: str, rows: Sequence[Sequence[float]], losses: np.nda
         axes["L"].semilogy(steps, losses[index], color=color, linewidth=width, label=f"N = {row[0]}")
         axes["D"].semilogy(steps, positive[index], color=color, linewidth=1)
     axes["L"].set(ylabel="mean loss of the batch (nats)")
-    axes["D"].set(xlabel="step", ylabel=f"relative difference\nto N = {rows[0][0]}")
+    axes["D"].set(xlabel="step", ylabel=f"relative difference\nto N = {rows[0][0]} (zeros left out)")
     for key, column, label in (("S", 2, "median step time (ms)"), ("R", 1, "throughput (images/s)")):
         bars = axes[key].bar([str(row[0]) for row in rows], [row[column] for row in rows], color=colors)
         axes[key].bar_label(bars, fmt="{:,.4g}", padding=2)
-        axes[key].margins(y=0.15)
-        axes[key].set(xlabel="world size N (devices)", ylabel=label)
+        axes[key].set(xlabel="world size N (devices)", ylabel=label, ymargin=0.15)
     figure.legend(loc="outside lower center", ncols=len(losses))
     figure.suptitle(title)
     figure.savefig(path, dpi=150)

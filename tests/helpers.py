@@ -5,6 +5,7 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trjax.backward import reduce_gradients, score
@@ -28,11 +29,12 @@ def tiny_config(**changes: Any) -> Config:
     )
 
 
-def one_block_chain(reduce_moments: Any = None) -> Chain:
+def one_block_chain(reduce_moments: Any = None, dtype: str = "float32") -> Chain:
     """The smallest chain with every kind of region; compiles in a second or two."""
+    shared: dict[str, Any] = {"reduce_moments": reduce_moments, "dtype": jnp.dtype(dtype)}
     return {
-        "stem": StemSegment(4, "cifar", reduce_moments=reduce_moments),
-        "block": Block(8, 2, bottleneck=False, projection=True, reduce_moments=reduce_moments),
+        "stem": StemSegment(4, "cifar", **shared),
+        "block": Block(8, 2, bottleneck=False, projection=True, **shared),
         "head": Head(10),
     }
 
@@ -40,7 +42,7 @@ def one_block_chain(reduce_moments: Any = None) -> Chain:
 @cache
 def tiny_program(num_devices: int, **changes: Any) -> Program:
     config = tiny_config(**changes)
-    chain = one_block_chain(sum_moments if config.bn == "sync" else None)
+    chain = one_block_chain(sum_moments if config.bn == "sync" else None, config.precision)
     return make_program(config, make_mesh(f"0-{num_devices - 1}"), chain)
 
 

@@ -57,7 +57,7 @@ CHAINS = {
 def start(name: str) -> tuple[Any, Any, Any]:
     """Parameters, statistics and a global batch; the statistics are not those of the batch."""
     chain = CHAINS[name](None)
-    size = 32 if name == "bottleneck" else 8
+    size = 16 if name == "bottleneck" else 8
     init = jax.jit(
         lambda: init_chain(chain, jax.random.key(1), (size, size, 3)), compiler_options=INIT_COMPILER_OPTIONS["cpu"]
     )

@@ -146,3 +146,18 @@ def test_schedule_covers_the_run() -> None:
     config = digits_config(epochs=3)
     steps = count_batches(1437, config.global_batch)
     assert make_learning_rates(config.optim, 3, steps, 96).shape == (45,)
+
+
+def test_bfloat16_computes_the_same_to_its_precision() -> None:
+    (batch,) = batches(tiny_config(), 1)
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        program = tiny_program(2, precision=precision)
+        state, (results,) = run_steps(program, 2, [batch])
+        losses[precision] = results[0] / results[3]
+        assert {leaf.dtype.name for leaf in jax.tree.leaves((state.params, state.batch_stats))} == {"float32"}
+    text = lower(program).as_text()
+    assert "xbf16>" in text
+    assert all_reduce_elements(text) == [group.size_elements for group in program.plan.groups]  # reduced in float32
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
+    assert losses["bfloat16"] != losses["float32"]

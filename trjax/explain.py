@@ -1,5 +1,6 @@
 """`python -m trjax.explain`: what a run compiles to, before it runs."""
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -60,4 +61,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command, without a traceback
     sys.exit(main(sys.argv[1:]))

@@ -229,12 +229,17 @@ def format_summary(summary: Summary) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code: 0 finished, 2 the user's mistake, 130 interrupted."""
+    """Runs the command and returns its exit code: 0 finished, 1 file trouble, 2 a mistake, 130 interrupted."""
     try:
         summary = train(parse_config(arguments, "python -m trjax.train", "Train a ResNet, data-parallel."))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a folder that went away
+        print(f"error: {error}; the last checkpoint is as it was", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before the first step: there is nothing to save
+        return 130
     print(format_summary(summary))
     return 0 if summary.finished else 130
 
