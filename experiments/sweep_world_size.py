@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import islice
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from matplotlib import colormaps
@@ -30,11 +28,13 @@ from trjax.optim import make_learning_rates
 from trjax.presets import preset_config
 from trjax.program import Program, compile_program, make_program
 from trjax.records import format_table
+from trjax.state import TrainState
 
 WARMUP_STEPS = 3  # left out of the times: the first calls fill caches and pools
 ROUND_STEPS = 10  # of one world size before the next has its turn, so that the machine's noise hits all alike
 HEADER = ["N", "images/s", "step ms", "spread ms", "relative throughput", "efficiency"]
 HEADER += ["step 1 diff", "max diff", "at step", "control max diff"]
+Step = tuple[float, float]  # seconds, mean loss
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,11 @@ class Options:
     """Folder for the CSV and the figure."""
 
 
-def run(config: Config, size: int, program: Program, source: Source, nudge: bool) -> Iterator[tuple[float, float]]:
-    """Yields the seconds of each step, with its batch placed before and its results awaited, and its mean loss."""
+def run(config: Config, size: int, program: Program, source: Source, initial: TrainState) -> Iterator[Step]:
+    """Yields the seconds of each step, with its batch placed before and its results awaited, and its loss."""
     steps_per_epoch = count_batches(len(source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    split, state = placement(make_mesh(f"0-{size - 1}"), SPLIT), program.init()
-    if nudge:
-        nudged = jax.tree.map(lambda leaf: jnp.nextafter(leaf, jnp.inf), state.params)
-        state = replace(state, params=jax.device_put(nudged, program.formats.params))
+    split, state = placement(make_mesh(f"0-{size - 1}"), SPLIT), jax.device_put(initial, program.formats)
     for step, batch in enumerate(train_batches(source, config.global_batch, config.seed, 0, len(rates))):
         placed, epoch = jax.block_until_ready(jax.device_put(batch, split)), np.int32(step // steps_per_epoch)
         start = time.perf_counter()
@@ -74,11 +71,14 @@ def measure(config: Config, sizes: Sequence[int], num_steps: int) -> np.ndarray:
     longest = config.epochs * count_batches(len(source), config.global_batch)
     if not WARMUP_STEPS < num_steps <= longest:
         raise ValueError(f"steps={num_steps}: must be {WARMUP_STEPS + 1} to {longest}, the length of the preset's run")
-    with ThreadPoolExecutor() as pool:  # compiling takes longest by far
-        programs = list(pool.map(compile_program, [make_program(config, make_mesh(f"0-{n - 1}")) for n in sizes]))
-    runs = [run(config, size, program, source, nudge=False) for size, program in zip(sizes, programs, strict=True)]
-    runs.append(run(config, sizes[0], programs[0], source, nudge=True))
-    measured: list[list[tuple[float, float]]] = [[] for _ in runs]
+    programs = [make_program(config, make_mesh(f"0-{size - 1}")) for size in sizes]
+    programs = [compile_program(program) for program in programs]  # takes longest by far: only after all checks
+    initial = jax.device_get(programs[0].init())  # for all: it compiles too, and does not depend on N
+    nudged = replace(initial, params=jax.tree.map(lambda leaf: np.nextafter(leaf, np.inf), initial.params))
+    arms = [(size, program, initial) for size, program in zip(sizes, programs, strict=True)]
+    arms.append((sizes[0], programs[0], nudged))
+    runs = [run(config, size, program, source, state) for size, program, state in arms]
+    measured: list[list[Step]] = [[] for _ in runs]
     for start_step in range(0, num_steps, ROUND_STEPS):
         for steps, so_far in zip(runs, measured, strict=True):
             so_far += islice(steps, min(ROUND_STEPS, num_steps - start_step))
@@ -122,14 +122,14 @@ def draw(path: Path, title: str, rows: Sequence[Sequence[float]], losses: np.nda
 def sweep(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
     start_platform("auto", "0-7")
-    sizes = parse_devices(options.devices) or tuple(size for size in (1, 2, 4, 8) if size <= jax.device_count())
-    if not 0 < min(sizes) <= max(sizes) <= jax.device_count():
-        raise ValueError(f"devices={options.devices!r}: must be 1 to {jax.device_count()}, the number of devices here")
+    present = make_mesh().devices
+    sizes = parse_devices(options.devices) or tuple(size for size in (1, 2, 4, 8) if size <= present.size)
+    if not 0 < min(sizes) <= max(sizes) <= present.size:
+        raise ValueError(f"devices={options.devices!r}: world sizes must be 1 to {present.size}, the devices present")
     config = replace(preset_config("digits"), bn=options.bn, global_batch=options.global_batch)
-    device = jax.devices()[0]
-    where = f"{device.platform} ({device.device_kind}), {os.cpu_count()} CPU cores"
+    where = f"{present[0].platform} ({present[0].device_kind}), {os.cpu_count()} CPU cores"
     print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}, {where}")
-    if device.platform == "cpu":
+    if present[0].platform == "cpu":
         print("CPU devices share the cores: ideal is a relative throughput of 1 at every N, not an efficiency of 1")
     options.out.mkdir(parents=True, exist_ok=True)
     seconds, losses = measure(config, sizes, 20 if options.quick else options.steps)

@@ -5,8 +5,12 @@ import os
 # Compiling takes most of the suite's time, and half of that is LLVM making code fast that runs once.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
+import hypothesis
 import jax
 import pytest
+
+hypothesis.settings.register_profile("trjax", deadline=None)  # a loaded machine is not a failure
+hypothesis.settings.load_profile("trjax")
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -100,5 +100,12 @@ def plain_gradients(chain: Chain, params: Any, batch_stats: Any, block: Any) -> 
 def relative_error(actual: dict[str, Any], expected: dict[str, Any]) -> float:
     """Length of the difference over the length of `expected`, all leaves taken as one vector."""
     assert actual.keys() >= expected.keys()
-    difference = sum(float(np.sum((np.float64(actual[name]) - np.float64(expected[name])) ** 2)) for name in expected)
-    return (difference / sum(float(np.sum(np.float64(leaf) ** 2)) for leaf in expected.values())) ** 0.5
+    squares = [np.sum((np.float64(actual[name]) - np.float64(leaf)) ** 2) for name, leaf in expected.items()]
+    return float((sum(squares) / sum(np.sum(np.float64(leaf) ** 2) for leaf in expected.values())) ** 0.5)
+
+
+def worst_kind_error(actual: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The most of `relative_error` over kernels, scales, biases, means and variances, each kind by itself."""
+    kinds = {name.rpartition("/")[2] for name in expected}
+    parts = ({name: leaf for name, leaf in expected.items() if name.endswith(f"/{kind}")} for kind in kinds)
+    return max(relative_error(actual, part) for part in parts)

@@ -8,17 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import noise_block, one_block_chain, plain_gradients, reduced_on, relative_error, spread
+from helpers import noise_block, one_block_chain, plain_gradients, reduced_on, relative_error, spread, worst_kind_error
 
 from trjax import collectives
 from trjax.backward import score
-from trjax.batchnorm import BatchNorm
-from trjax.chain import Chain, init_chain
+from trjax.chain import Chain, evaluate_chain, init_chain
+from trjax.config import Config, DataConfig
+from trjax.data.batches import train_batches
+from trjax.data.sources import load
+from trjax.mesh import SPLIT, make_mesh, placement
+from trjax.program import make_program
 from trjax.resnet import Block, Head, StemSegment, make_resnet
 from trjax.step import INIT_COMPILER_OPTIONS
 
 EXACT = 1e-6
 """Relative error that float32 sums in another order may leave: some ten times the rounding of one number."""
+
+EXACT_KIND = 5e-6
+"""The same for the small kinds of leaf by themselves, where terms cancel: 2.5e-6 was the most seen."""
 
 WORLD_SIZES = [1, 2, 3, 4, 8]
 GLOBAL_BATCH = 24
@@ -43,7 +50,7 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
         y = nn.Dense(self.features)(x.reshape(x.shape[0], -1))
-        return nn.Dropout(0.1, deterministic=not train)(nn.relu(y)) if self.relu else y
+        return nn.relu(y) if self.relu else y
 
 
 CHAINS = {
@@ -70,13 +77,18 @@ def whole_batch(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return plain_gradients(CHAINS[name](None), *start(name))
 
 
+def assert_equal_to_rounding(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert relative_error(actual, expected) < EXACT
+    assert worst_kind_error(actual, expected) < EXACT_KIND
+
+
 def check_sync(name: str, num_devices: int) -> None:
     """With statistics of the global batch, N devices equal one that has the whole batch."""
     chain = CHAINS[name](collectives.sum_moments)
     reduced = reduced_on(num_devices, chain, *start(name))
     gradients, stats = whole_batch(name)
-    assert relative_error(reduced, gradients) < EXACT
-    assert relative_error(reduced, stats) < EXACT
+    assert_equal_to_rounding(reduced, gradients)
+    assert_equal_to_rounding(reduced, stats)
 
 
 def check_local(name: str, num_devices: int) -> None:
@@ -90,8 +102,8 @@ def check_local(name: str, num_devices: int) -> None:
         shards = list(zip(*[np.split(leaf, num_devices) for leaf in block], strict=True))
     parts = [plain_gradients(chain, params, batch_stats, shard) for shard in shards]
     gradients, stats = weighted_mean(parts, [1.0] * num_devices)
-    assert relative_error(reduced, gradients) < EXACT
-    assert relative_error(reduced, stats) < EXACT
+    assert_equal_to_rounding(reduced, gradients)
+    assert_equal_to_rounding(reduced, stats)
 
 
 def weighted_mean(parts: list[Any], weights: list[float]) -> Any:
@@ -131,29 +143,47 @@ def test_masked_batch_equals_the_real_examples_alone(num_devices: int, sync: boo
     shards = [tuple(leaf[at : at + shard_size] for leaf in alone) for at in range(0, real, shard_size)]
     parts = [plain_gradients(plain, params, batch_stats, shard) for shard in shards]
     gradients, stats = weighted_mean(parts, [float(len(shard[1])) for shard in shards])
-    assert relative_error(reduced, gradients) < EXACT
-    assert relative_error(reduced, stats) < EXACT
+    assert_equal_to_rounding(reduced, gradients)
+    assert_equal_to_rounding(reduced, stats)
     assert reduced["results"][3] == pytest.approx(GLOBAL_BATCH)
 
 
+OWN_CHAIN = {"first": Dense(16), "middle": Dense(16), "last": Dense(10, relu=False)}
+
+
 @pytest.mark.parametrize("num_devices", [1, 4])
-def test_a_chain_of_ones_own(num_devices: int) -> None:
-    chain = {"first": Dense(16), "middle": Dense(16), "last": Dense(10, relu=False)}
-    chain = {name: module.clone(name=None) for name, module in chain.items()}
-    params, batch_stats = init_chain(chain, jax.random.key(0), (4, 4, 1))
-    reduced = reduced_on(num_devices, chain, params, batch_stats, noise_block(3, 8, (4, 4, 1)))
-    assert {name for name in reduced if name != "results"} == {
-        f"{segment}/Dense_0/{leaf}" for segment in chain for leaf in ("kernel", "bias")
-    }
-    assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in reduced.values())
+def test_gradients_of_a_chain_of_ones_own(num_devices: int) -> None:
+    params, batch_stats = init_chain(OWN_CHAIN, jax.random.key(0), (4, 4, 1))
+    block = noise_block(3, 8, (4, 4, 1))
+    reduced = reduced_on(num_devices, OWN_CHAIN, params, batch_stats, block)
+    gradients, _ = plain_gradients(OWN_CHAIN, params, batch_stats, block)
+    assert len(gradients) == 6
+    assert_equal_to_rounding(reduced, gradients)
+
+
+def test_a_chain_of_ones_own_trains_with_the_same_step() -> None:
+    data = DataConfig(source="synthetic", image_shape=(4, 4, 1), train_examples=96)
+    config = Config(global_batch=48, data=data)
+    curves = []
+    for num_devices in (1, 4):
+        mesh = make_mesh(f"0-{num_devices - 1}")
+        program, losses = make_program(config, mesh, OWN_CHAIN), []
+        state = program.init()
+        for batch in train_batches(load(data)[0], 48, 0, 0, 20):
+            placed = jax.device_put(batch, placement(mesh, SPLIT))
+            state, results = program.train_step(state, placed, np.float32(0.1), np.int32(0))
+            losses.append(float(results[0] / results[3]))
+        curves.append(losses)
+    assert curves[0][-1] < curves[0][0] - 0.3
+    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-4)  # rounding, amplified by 20 steps
 
 
 def test_synchronised_chain_initialises_and_evaluates_outside_a_mesh() -> None:
-    module = BatchNorm(reduce_moments=collectives.sum_moments)
-    x, mask = jnp.ones((2, 2, 2, 3)), jnp.ones(2)
-    variables = module.init(jax.random.key(0), x, train=False, mask=mask)
-    y: Any = module.apply(variables, x, train=False, mask=mask)
-    np.testing.assert_allclose(y, x, rtol=1e-4)
+    chain, plain = one_block_chain(collectives.sum_moments), one_block_chain()
+    params, batch_stats = init_chain(chain, jax.random.key(0), (8, 8, 3))
+    images = jnp.asarray(noise_block(4, 2)[0])
+    logits = evaluate_chain(chain, params, batch_stats, images)
+    np.testing.assert_array_equal(logits, evaluate_chain(plain, params, batch_stats, images))
 
 
 def test_score_by_hand() -> None:

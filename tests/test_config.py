@@ -119,7 +119,11 @@ def test_missing_file() -> None:
         (lambda: DataConfig(num_classes=3), "these belong to data.source=synthetic"),
         (lambda: DataConfig(source="synthetic", image_shape=(8, 8)), "height, width, channels"),
         (lambda: DataConfig(source="synthetic", image_shape=(8, 0, 1)), "all positive"),
-        (lambda: DataConfig(crop_padding=-1), "crop_padding=-1"),
+        (lambda: DataConfig(crop_padding=-1), "data.crop_padding=-1"),
+        (lambda: DataConfig(source="synthetic", num_classes=-2), "data.num_classes=-2"),
+        (lambda: OptimConfig(learning_rate=float("inf")), "learning_rate=inf"),
+        (lambda: OptimConfig(step_factor=-3.0), "optim.step_factor=-3.0"),
+        (lambda: Config(epochs=20, optim=OptimConfig(schedule="step", milestones=(82.0,))), "pass --optim.milestones"),
         (lambda: ModelConfig(width=-1), "model.width=-1"),
     ],
 )

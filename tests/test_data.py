@@ -11,6 +11,7 @@ from trjax.config import DataConfig
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch, count_batches, epoch_order, eval_batches, train_batches
 from trjax.data.sources import ArraySource, describe, load
+from trjax.keys import stream_key
 from trjax.mesh import SPLIT, make_mesh, placement
 
 pytestmark = pytest.mark.fast
@@ -138,3 +139,9 @@ def test_augmentation_crops_flips_and_normalises() -> None:
         seen.add(matches[0])
     assert {flip for *_, flip in seen} == {False, True}
     assert {row for row, *_ in seen} == {column for _, column, _ in seen} == set(range(9))
+
+
+def test_streams_of_random_keys_differ() -> None:
+    keys = [stream_key(7, stream) for stream in ("init", "augment", "dropout")]
+    drawn = [tuple(jax.random.key_data(jax.random.fold_in(key, index)).tolist()) for key in keys for index in range(50)]
+    assert len(set(drawn)) == len(drawn)

@@ -29,17 +29,17 @@ def make_source(num_examples: int) -> ArraySource:
 
 
 @cache
-def prepared(num_devices: int) -> tuple[Any, Any, Any]:
-    program = tiny_program(num_devices)
+def prepared(num_devices: int, global_batch: int = BATCH) -> tuple[Any, Any, Any]:
+    program = tiny_program(num_devices, global_batch=global_batch)
     state = program.init()
     return program, spread(state.params), spread(state.batch_stats, 1)
 
 
-def evaluate(num_devices: int, source: Any, batches_of: Any) -> np.ndarray:
-    program, params, batch_stats = prepared(num_devices)
+def evaluate(num_devices: int, source: Any, batches_of: Any, global_batch: int = BATCH) -> np.ndarray:
+    program, params, batch_stats = prepared(num_devices, global_batch)
     mesh = make_mesh(f"0-{num_devices - 1}")
     totals = init_totals(mesh)
-    for batch in batches_of(source, BATCH):
+    for batch in batches_of(source, global_batch):
         totals = program.accumulate(totals, params, batch_stats, jax.device_put(batch, placement(mesh, SPLIT)))
     return np.asarray(program.reduce_totals(totals))
 
@@ -71,6 +71,14 @@ def test_every_example_once(num_devices: int, size: int) -> None:
     assert indices.tolist() == list(range(size))
 
 
+@pytest.mark.parametrize("global_batch", [2, 8, 64])
+def test_same_metrics_for_every_batch(global_batch: int) -> None:
+    source = make_source(5 * BATCH + 3)
+    results = evaluate(2, source, eval_batches, global_batch)
+    np.testing.assert_array_equal(results[1:], evaluate(8, source, eval_batches)[1:])
+    np.testing.assert_allclose(results[0], expected(source)[0], rtol=1e-5)
+
+
 @pytest.mark.fast
 def test_one_all_reduce_an_evaluation() -> None:
     program, params, batch_stats = prepared(8)
@@ -79,7 +87,9 @@ def test_one_all_reduce_an_evaluation() -> None:
     reduced = program.reduce_totals.lower(program.totals_shape)
     assert reduced.as_text().count("all_reduce") == 1
     assert len(re.findall(r" all-reduce(-start)?\(", reduced.compile().as_text())) == 1
-    assert program.accumulate._cache_size() <= 1  # partial batches included
+    for size in (BATCH, BATCH + 1):
+        evaluate(8, make_source(size), eval_batches)
+    assert program.accumulate._cache_size() == program.reduce_totals._cache_size() == 1  # partial batches included
 
 
 def drop_remainder(source: Any, size: int) -> Any:

@@ -64,6 +64,7 @@ def test_norms_and_biases_decay_only_if_asked(everything: bool, expected: list[f
         ),
         ({"schedule": "step", "milestones": (3.0,), "warmup_epochs": 1.0}, [0.2, 0.4, 0.4, 0.4, 0.4, 0.4, 0.04, 0.04]),
         ({"schedule": "constant", "scale_from_batch": 256}, [0.8] * 8),
+        ({"schedule": "step", "milestones": (1.0, 1.1)}, [0.4, 0.4, 0.004, 0.004, 0.004, 0.004, 0.004, 0.004]),
     ],
 )
 def test_schedules_worked_by_hand(options: Any, expected: list[float]) -> None:

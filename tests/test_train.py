@@ -9,20 +9,22 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from helpers import one_block_chain, tiny_config
+from helpers import DATA, one_block_chain, spread, tiny_config, tiny_program
 
 from trjax import train as train_module
-from trjax.checkpoint import open_checkpoints, restore
+from trjax.checkpoint import open_checkpoints, restore, save
 from trjax.collectives import sum_moments
-from trjax.config import Config, read_table
+from trjax.config import Config, OptimConfig, read_table
 from trjax.mesh import make_mesh
 from trjax.program import compile_program, make_program
+from trjax.resnet import Head
 from trjax.train import main, train
 
 TINY = [
@@ -42,6 +44,9 @@ def _small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines(workdir: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
+
+
+AUGMENTED = replace(DATA, crop_padding=1, flip=True)
 
 
 def run_tiny(workdir: str, stop_after: int = 0, **changes: Any) -> Any:
@@ -64,7 +69,7 @@ def run_tiny(workdir: str, stop_after: int = 0, **changes: Any) -> Any:
 def final_state(workdir: str, config: Config, devices: str = "0") -> Any:
     mesh = make_mesh(devices)
     program = make_program(config, mesh)
-    return restore(open_checkpoints(Path(workdir, "checkpoints")), program.state_shape, mesh, program.formats)
+    return restore(open_checkpoints(Path(workdir, "checkpoints")), program.state_shape, mesh, program.formats)[0]
 
 
 def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -103,20 +108,20 @@ def test_the_written_config_reproduces_the_run() -> None:
 
 def test_stopping_after_any_step_and_resuming_is_bitwise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs of five batches, the fifth of them partial, stopped once after every step."""
-    config, total = tiny_config(epochs=2, log_every=2), 2 * 5
+    config, total = tiny_config(epochs=2, log_every=2, data=AUGMENTED), 2 * 5
     program = make_program(config, make_mesh("0-1"))
     compiled = compile_program(program)
     monkeypatch.setattr(train_module, "make_program", lambda *_: program)
     monkeypatch.setattr(train_module, "compile_program", lambda _: compiled)
-    run_tiny("whole", devices="0-1")
+    run_tiny("whole", devices="0-1", data=AUGMENTED)
     whole = final_state("whole", config)
     assert int(whole.step) == total
     for stop_after in range(1, total):
         workdir = f"stop{stop_after}"
         # one question a step, and one before each epoch
-        summary = run_tiny(workdir, stop_after=stop_after + (stop_after - 1) // 5, devices="0-1")
+        summary = run_tiny(workdir, stop_after=stop_after + (stop_after - 1) // 5, devices="0-1", data=AUGMENTED)
         assert (summary.finished, summary.step) == (False, stop_after)
-        assert run_tiny(workdir, devices="0-1").finished
+        assert run_tiny(workdir, devices="0-1", data=AUGMENTED).finished
         jax.tree.map(np.testing.assert_array_equal, final_state(workdir, config), whole)
         records = lines(workdir)
         assert sum(record["examples"] for record in records if record["split"] == "train") == 200
@@ -182,6 +187,8 @@ def test_other_options_in_the_same_folder_are_refused(capsys: pytest.CaptureFixt
         (["--preset", "imagenet-resnet50"], "does not read image folders"),
         (["--workdir", "file"], "workdir=file cannot be used"),
         (["--workdir", "strange"], "holds checkpoints but no config.toml"),
+        (["--preset", "cifar10-resnet20", "--epochs", "20"], "pass --optim.milestones"),
+        (["--epochs", "1"], "pass --optim.warmup-epochs"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +211,52 @@ def test_metrics_of_steps_done_again_are_dropped() -> None:
         ("train", 2), ("train", 3), ("train", 4), ("train", 5), ("test", 5),
         ("train", 6), ("train", 8), ("train", 10), ("test", 10),
     ]  # fmt: skip
+
+
+def test_fewer_epochs_than_done_are_refused() -> None:
+    run_tiny("run")
+    saved = Path("run/config.toml").read_text()
+    with pytest.raises(ValueError, match=r"epochs=1 end before step 10, where run is; pass more --epochs"):
+        run_tiny("run", epochs=1)
+    assert Path("run/config.toml").read_text() == saved
+
+
+def test_another_model_or_a_damaged_checkpoint_is_named() -> None:
+    run_tiny("run")
+    with pytest.raises(ValueError, match=r"run/checkpoints cannot be read as this model's .*another model"):
+        train(tiny_config(workdir="run", log_every=2, epochs=3), {**one_block_chain(), "head": Head(11)})
+    for metrics in Path("run/checkpoints").rglob("metrics/metrics"):
+        metrics.write_text('{"test')
+    with pytest.raises(ValueError, match=r"run/checkpoints cannot be read"):
+        run_tiny("run", epochs=3)
+
+
+def test_training_set_of_another_size_is_refused() -> None:
+    run_tiny("run", stop_after=3)
+    text = Path("run/config.toml").read_text()
+    Path("run/config.toml").write_text(text.replace("train_examples = 100", "train_examples = 60"))
+    with pytest.raises(ValueError, match=r"stopped at batch 3 of epoch 1, which is not step 3 of the data given now"):
+        run_tiny("run", data=replace(DATA, train_examples=60))
+
+
+def test_checkpoint_holds_the_state_to_the_bit_on_other_devices() -> None:
+    """Saved from eight devices, BatchNorm statistics included, and read on three."""
+    state, program = tiny_program(8).init(), tiny_program(3)
+    state = replace(state, params=spread(state.params), batch_stats=spread(state.batch_stats, 1))
+    checkpoints = open_checkpoints(Path("checkpoints"))
+    save(checkpoints, state, {"epoch": 0, "batch": 0}, {}, None)
+    restored, position = restore(checkpoints, program.state_shape, make_mesh("0-2"), program.formats)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert position == {"epoch": 0, "batch": 0}
+    assert checkpoints.best is None
+    assert len(jax.tree.leaves(restored)[0].addressable_shards) == 3
+
+
+def test_a_loss_that_is_not_finite_is_said_and_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
+    run_tiny("run", optim=OptimConfig(learning_rate=1e30))
+    assert "warning: the loss is not finite at step" in capsys.readouterr().out
+    assert lines("run")[-1]["loss"] is None
+    assert "NaN" not in Path("run/metrics.jsonl").read_text()
 
 
 def launch(*arguments: str) -> subprocess.Popen[str]:
@@ -232,6 +285,16 @@ def test_interrupt_saves_and_the_run_goes_on_to_the_same_end() -> None:
     assert lines("run")[-1]["step"] == step
     config = read_table("run/config.toml")
     assert config["epochs"] == 400
+
+
+def test_a_reader_that_goes_away_stops_nothing() -> None:
+    process = launch(*TINY[:-2], "--epochs", "3", "--workdir", "run")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert lines("run")[-1]["step"] == 9
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """The staged backward: one pullback per segment, run in reverse, each group summed when it is complete."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,7 +24,7 @@ def score(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> tuple[jax.Ar
 
     Returns:
         Cross-entropy summed over the examples, and `R_RESULT`: float32 (loss sum, top-1 count, top-5 count,
-        example count). Equal logits rank in class order; a logit that is not a number ranks last.
+        example count). Equal logits rank in class order; one that is not a number counts against the example.
     """
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     loss = jnp.where(mask > 0, losses * mask, 0).sum()
@@ -33,6 +35,12 @@ def score(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> tuple[jax.Ar
     rank = (~beaten).sum(1)
     counts = [(mask * (rank < 1)).sum(), (mask * (rank < 5)).sum(), mask.sum()]
     return loss, jax.lax.stop_gradient(jnp.stack([loss, *counts]))
+
+
+def _forward(
+    module: nn.Module, batch_stats: Any, params: Any, x: jax.Array, *, mask: jax.Array, key: jax.Array
+) -> tuple[jax.Array, Any]:
+    return apply_segment(module, params, batch_stats, x, train=True, mask=mask, key=key)
 
 
 def reduce_gradients(
@@ -73,11 +81,7 @@ def reduce_gradients(
     next_stats: dict[str, Any] = {}
     x = images
     for index, (name, module) in enumerate(chain.items()):
-
-        def forward(params: Any, x: jax.Array, *, module=module, name=name, index=index) -> tuple[jax.Array, Any]:  # type: ignore[no-untyped-def]
-            segment_key = jax.random.fold_in(key, index)
-            return apply_segment(module, params, batch_stats[name], x, train=True, mask=mask, key=segment_key)
-
+        forward = partial(_forward, module, batch_stats[name], mask=mask, key=jax.random.fold_in(key, index))
         x, pullbacks[name], next_stats[name] = jax.vjp(forward, params[name], x, has_aux=True)
 
     _, pull_loss, results = jax.vjp(lambda logits: score(logits, labels, mask), x, has_aux=True)

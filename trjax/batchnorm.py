@@ -87,6 +87,8 @@ class BatchNorm(nn.Module):
 def fold_batchnorm(params: Any, batch_stats: Any) -> tuple[Any, Any]:
     """Folds running statistics into one scale and one bias per channel, for evaluation and export.
 
+    A `BatchNorm` is known by its statistic's name, `running_mean`; other modules' statistics stay as they are.
+
     Returns:
         Parameters in which `scale = scale / sqrt(var + EPSILON)` and `bias = bias - mean * scale`, and the
         statistics that remain: none of `BatchNorm`'s.

@@ -70,10 +70,8 @@ def evaluate_chain(chain: Chain, params: Any, batch_stats: Any, x: jax.Array) ->
         batch_stats: `{segment: tree}`; a segment whose statistics were folded away may be missing.
         x: preprocessed images, shape (examples, height, width, channels).
     """
-    mask, key = (
-        jnp.ones(x.shape[0]),
-        jax.random.key(0),
-    )  # evaluation masks examples in the sums, and draws nothing
+    # Evaluation leaves padding out of the sums, not out of the batch, and draws nothing.
+    mask, key = jnp.ones(x.shape[0]), jax.random.key(0)
     for name, module in chain.items():
         stats = batch_stats.get(name, {})
         x, _ = apply_segment(module, params[name], stats, x, train=False, mask=mask, key=key)

@@ -1,5 +1,7 @@
 """State to disk and back, atomically, at any world size: the last and the best of a run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,24 @@ class Checkpoints:
         return None if step is None or top1 is None else (step, top1)
 
 
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:  # what orbax and JSON raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"checkpoints in {folder} cannot be read as this model's ({reason}); they belong to another model, or "
+            "one is damaged: use another --workdir, or take the damaged one away"
+        ) from error
+
+
 def open_checkpoints(folder: Path) -> Checkpoints:
-    """Opens (or creates) a run's checkpoints."""
+    """Opens (or creates) a run's checkpoints.
+
+    Raises:
+        ValueError: they cannot be read; names the folder.
+    """
     policies = ocp.checkpoint_managers.preservation_policy
     options = ocp.CheckpointManagerOptions(
         best_fn=_top1,
@@ -57,13 +75,14 @@ def open_checkpoints(folder: Path) -> Checkpoints:
         cleanup_tmp_directories=True,
     )
     folder = folder.absolute()
-    return Checkpoints(folder, ocp.CheckpointManager(folder, options=options))
+    with _readable(folder):
+        return Checkpoints(folder, ocp.CheckpointManager(folder, options=options))
 
 
 def save(
     checkpoints: Checkpoints,
     state: TrainState,
-    position: dict[str, Any],
+    position: dict[str, int],
     config: dict[str, Any],
     top1: float | None,
 ) -> None:
@@ -88,17 +107,23 @@ def save(
     checkpoints.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
 
 
-def restore(checkpoints: Checkpoints, shapes: TrainState, mesh: Mesh, formats: Any) -> TrainState:
-    """Returns the last checkpoint's state, placed on the mesh.
+def restore(
+    checkpoints: Checkpoints, shapes: TrainState, mesh: Mesh, formats: Any
+) -> tuple[TrainState, dict[str, int]]:
+    """Returns the last checkpoint's state, placed on the mesh, and its position in the data.
 
     Args:
         checkpoints: the run's, at least one saved.
         shapes: of the state.
         mesh: any, also of another world size than the one that saved.
         formats: where each array is to lie.
+
+    Raises:
+        ValueError: the checkpoint is damaged or of another model; names the folder.
     """
     where = placement(mesh, REPLICATED)
     targets = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes)
-    items = ocp.args.Composite(state=ocp.args.StandardRestore(targets))
-    restored = checkpoints.manager.restore(checkpoints.last_step, args=items)
-    return jax.device_put(restored["state"], formats)
+    items = ocp.args.Composite(state=ocp.args.StandardRestore(targets), position=ocp.args.JsonRestore())
+    with _readable(checkpoints.folder):
+        restored = checkpoints.manager.restore(checkpoints.last_step, args=items)
+    return jax.device_put(restored["state"], formats), restored["position"]

@@ -19,7 +19,8 @@ def vary(tree: Any) -> Any:
 def sum_group(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
     """Sums one group's buffer over the devices, and starts no sooner than `after`, the previous group, is done.
 
-    One AllReduce of the whole buffer, in place. The tie to the previous group leaves the scheduler one legal
+    One AllReduce of the whole buffer, in its dtype (float32) and in place, of the plan's `Group.size_bytes`: for
+    ResNet-50 93.8 MB (`deep`), then 8.7 MB (`first`). The tie to the previous group leaves the scheduler one legal
     order, the order of readiness, with the rest of the backward between the two; it also keeps the combiner
     from merging a small `deep` into a late `first`.
     """

@@ -5,6 +5,7 @@ whatever it belongs to" where a docstring says so.
 """
 
 import json
+import math
 import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,7 +52,8 @@ class DataConfig:
             f"data.source={self.source} with data.num_classes, data.train_examples or data.test_examples",
             "these belong to data.source=synthetic",
         )
-        _require(min(synthetic_only) >= 0, f"data: {synthetic_only}", "classes and examples must not be negative")
+        for option in ("num_classes", "train_examples", "test_examples", "crop_padding"):
+            _require(getattr(self, option) >= 0, f"data.{option}={getattr(self, option)}", "must not be negative")
         _require(
             self.source in ("synthetic", "imagenet") or not self.image_shape,
             f"data.source={self.source} with data.image_shape={self.image_shape}",
@@ -62,7 +64,6 @@ class DataConfig:
             f"data.image_shape={self.image_shape}",
             "must be height, width, channels, all positive",
         )
-        _require(self.crop_padding >= 0, f"data.crop_padding={self.crop_padding}", "must not be negative")
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,21 @@ class OptimConfig:
     milestones: tuple[float, ...] = ()
     """Schedule step only: epochs at which the rate is multiplied by `step_factor`."""
     step_factor: float = 0.1
+    """Schedule step only: what each milestone multiplies the rate by."""
     momentum: float = 0.9
+    """Share of the old velocity in the new one."""
     nesterov: bool = True
+    """Look ahead by one velocity (Nesterov)."""
     weight_decay: float = 1e-4
+    """Strength of the decay; 0 means off."""
     decay: Literal["l2", "decoupled"] = "l2"
     """L2 adds to the gradient, before the momentum; decoupled shrinks the parameter, after it."""
     decay_norm_and_bias: bool = False
     """Decay BatchNorm's parameters and the biases too."""
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, f"optim.learning_rate={self.learning_rate}", "must be positive")
+        _require(0 < self.learning_rate < math.inf, f"optim.learning_rate={self.learning_rate}", "must be positive")
+        _require(0 < self.step_factor < 1, f"optim.step_factor={self.step_factor}", "must be in (0, 1)")
         _require(
             self.scale_from_batch >= 0,
             f"optim.scale_from_batch={self.scale_from_batch}",
@@ -153,8 +159,8 @@ class Config:
 
     __pydantic_config__ = _FORBID
 
-    preset: str = "digits"
-    """Where the other values started from."""
+    preset: str = "custom"
+    """Recipe to start from: one of the list above."""
     devices: str = "all"
     """Devices of this machine: `all`, `0-3` or `0,2,5`; on the CPU, that many are made."""
     platform: Literal["auto", "cpu", "cuda"] = "auto"
@@ -162,6 +168,7 @@ class Config:
     global_batch: int = 96
     """Examples per step over all devices; must be divisible by their number."""
     epochs: int = 30
+    """Times that every training example is seen."""
     seed: int = 0
     """Fixes initial parameters, data order and augmentation."""
     bn: Literal["local", "sync"] = "local"
@@ -184,7 +191,12 @@ class Config:
         _require(
             self.optim.warmup_epochs <= self.epochs,
             f"optim.warmup_epochs={self.optim.warmup_epochs} with epochs={self.epochs}",
-            "the warm-up must end within the run",
+            "the warm-up must end within the run; pass --optim.warmup-epochs",
+        )
+        _require(
+            all(self.optim.warmup_epochs <= epoch < self.epochs for epoch in self.optim.milestones),
+            f"optim.milestones={self.optim.milestones} with epochs={self.epochs}",
+            "each must lie between the end of the warm-up and the end of the run; pass --optim.milestones",
         )
 
 

@@ -76,9 +76,14 @@ def make_mesh(devices: str = "all") -> Mesh:
     """Returns the one-axis mesh over the named devices, in the order named.
 
     Raises:
-        ValueError: an index is out of range; says how many devices there are.
+        ValueError: the specification is malformed or an index out of range (says how many devices there are), or
+            the platform has a driver but no usable device.
     """
-    present = jax.devices()
+    try:
+        present = jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"no device can be used ({reason}); --platform cpu works everywhere") from error
     indices = parse_devices(devices) or tuple(range(len(present)))
     if max(indices) >= len(present):
         raise ValueError(

@@ -19,7 +19,11 @@ def _decayed(params: Any) -> Any:
 
 
 def make_optimizer(optim: OptimConfig) -> optax.GradientTransformation:
-    """Returns SGD whose updates are to be multiplied by minus the learning rate."""
+    """Returns SGD whose updates are to be multiplied by minus the learning rate.
+
+    Sources: Sutskever et al., "On the importance of initialization and momentum", 2013 (Nesterov, as optax and
+    PyTorch write it); Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+    """
     mask = None if optim.decay_norm_and_bias else _decayed
     decay = optax.add_decayed_weights(optim.weight_decay, mask) if optim.weight_decay else optax.identity()
     momentum = optax.trace(optim.momentum, optim.nesterov) if optim.momentum else optax.identity()
@@ -42,7 +46,10 @@ def make_learning_rates(optim: OptimConfig, epochs: int, steps_per_epoch: int, g
     elif optim.schedule == "linear":
         after = optax.linear_schedule(peak, 0.0, rest)
     elif optim.schedule == "step":
-        drops = {round(epoch * steps_per_epoch) - warmup: optim.step_factor for epoch in optim.milestones}
+        drops: dict[int, float] = {}
+        for epoch in optim.milestones:  # two may fall on the same step
+            step = round(epoch * steps_per_epoch) - warmup
+            drops[step] = drops.get(step, 1.0) * optim.step_factor
         after = optax.piecewise_constant_schedule(peak, drops)
     else:
         after = optax.constant_schedule(peak)

@@ -111,8 +111,9 @@ def _base_config(arguments: Sequence[str]) -> Config:
     else:
         return preset_config(given.preset or "digits")
     table = read_table(file)
-    name = given.preset or table.get("preset", "digits")
-    return config_from_table({**table, "preset": name}, preset_config(str(name)), str(file))
+    name = str(given.preset or table.get("preset", "digits"))
+    base = Config() if name == Config().preset else preset_config(name)
+    return config_from_table({**table, "preset": name}, base, str(file))
 
 
 def parse_config(arguments: Sequence[str], prog: str, purpose: str) -> Config:

@@ -1,9 +1,10 @@
 """Where numbers go: `metrics.jsonl` and the console."""
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,9 +97,13 @@ def trim_metrics(path: Path, step: int) -> None:
 
 
 def append_metrics(path: Path, record: Record) -> None:
-    """Appends one line; it is in the file when this returns."""
+    """Appends one line; it is in the file when this returns. A loss that is not finite becomes null."""
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(record).items()
+    }
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(record)) + "\n")
+        file.write(json.dumps(finite, allow_nan=False) + "\n")
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -133,12 +138,13 @@ class Display:
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
-        self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        with suppress(SystemExit):  # rich's answer to a closed pipe; the run goes on without a reader
+            self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def advance(self, step: int, epoch: int, results: np.ndarray, images_per_second: float) -> None:
         """Moves the bar to `step`, with the results of one batch, shape (4,)."""
         loss, top1, _, count = (float(value) for value in results)
-        text = f"loss {loss / max(count, 1):.4f}  top-1 {top1 / max(count, 1):7.2%}  {images_per_second:,.0f} images/s"
+        text = f"loss {loss / max(count, 1):.4f} top-1 {top1 / max(count, 1):.1%} {images_per_second:,.0f} images/s"
         self.progress.update(self.task, completed=step, epoch=epoch, numbers=text)
 
     def record(self, record: Record) -> None:
@@ -146,19 +152,22 @@ class Display:
         where = f"epoch {record.epoch}/{self.num_epochs}  step {record.step}  {record.split:5}"
         numbers = f"loss {record.loss:.4f}  top-1 {record.top1:7.2%}  {record.images_per_second:,.0f} images/s"
         self.say(f"{where}  {numbers}")
+        if not math.isfinite(record.loss):
+            self.say(f"warning: the loss is not finite at step {record.step}; try a lower --optim.learning-rate")
 
 
 @contextmanager
-def open_display(num_steps: int, num_epochs: int) -> Iterator[Display]:
-    """Shows the progress of a run while the context lasts."""
+def open_display(num_epochs: int, steps_per_epoch: int, start_step: int) -> Iterator[Display]:
+    """Shows the progress of a run, from `start_step` on, while the context lasts."""
     console = Console()
     columns = (
         TextColumn("epoch {task.fields[epoch]}/" + str(num_epochs)),
-        BarColumn(),
+        BarColumn(bar_width=10),  # all of it fits in 80 columns
         MofNCompleteColumn(),
         TextColumn("{task.fields[numbers]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("train", total=num_steps, epoch=1, numbers="compiling")
+        total, epoch = num_epochs * steps_per_epoch, start_step // steps_per_epoch + 1
+        task = progress.add_task("train", total=total, completed=start_step, epoch=epoch, numbers="compiling")
         yield Display(console, progress, task, num_epochs)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from trjax.chain import Chain, init_chain
+from trjax.keys import stream_key
 
 
 @jax.tree_util.register_dataclass
@@ -32,5 +33,5 @@ def init_state(
     chain: Chain, optimizer: optax.GradientTransformation, image_shape: tuple[int, ...], seed: int
 ) -> TrainState:
     """Returns the initial state: a function of the seed alone."""
-    params, batch_stats = init_chain(chain, jax.random.key(seed), image_shape)
+    params, batch_stats = init_chain(chain, stream_key(seed, "init"), image_shape)
     return TrainState(params, batch_stats, optimizer.init(params), jnp.zeros((), jnp.int32))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
@@ -16,6 +17,7 @@ from trjax.batchnorm import fold_batchnorm
 from trjax.chain import Chain, evaluate_chain
 from trjax.data.augment import Preprocess
 from trjax.data.batches import Batch
+from trjax.keys import stream_key
 from trjax.mesh import REPLICATED, SPLIT, placement
 from trjax.plan import NUM_RESULTS, ConvOrder, Plan, physical_order, restore_leaves
 from trjax.state import TrainState
@@ -75,9 +77,6 @@ def _update(
     return TrainState(params, batch_stats, opt_state, state.step + 1)
 
 
-TrainStep = Callable[[TrainState, Batch, Any, Any], tuple[TrainState, jax.Array]]
-
-
 def make_train_step(
     chain: Chain,
     plan: Plan,
@@ -99,7 +98,7 @@ def make_train_step(
         plan: its plan, in the physical order of `formats`.
         optimizer: for a learning rate of one.
         augment: maps a block and the epoch to the network's input.
-        mesh: the devices; an abstract one compiles for devices that are not there.
+        mesh: the devices; those of a topology description need not be there to compile.
         formats: of the state, from `state_formats`.
         global_batch: examples over all devices.
         seed: for dropout and the like.
@@ -108,7 +107,7 @@ def make_train_step(
     def block_step(
         state: TrainState, block: Batch, learning_rate: jax.Array, epoch: jax.Array
     ) -> tuple[TrainState, jax.Array]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = jax.random.fold_in(stream_key(seed, "dropout"), state.step)
         reduced = reduce_gradients(
             chain,
             plan,
@@ -177,4 +176,4 @@ def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], 
 
 def init_totals(mesh: Mesh) -> jax.Array:
     """Returns the zero totals of an evaluation, float32, shape (devices, 4), one row on each device."""
-    return jax.device_put(jnp.zeros((mesh.size, NUM_RESULTS)), placement(mesh, SPLIT))
+    return jax.device_put(np.zeros((mesh.size, NUM_RESULTS), np.float32), placement(mesh, SPLIT))

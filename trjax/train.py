@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from trjax.program import Program, compile_program, make_program
 from trjax.records import Display, Meter, Record, append_metrics, make_record, open_display, trim_metrics
 from trjax.state import TrainState
 from trjax.step import init_totals
-from trjax.workdir import open_workdir
+from trjax.workdir import open_workdir, write_config
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Run:
             meter.totals,
             epoch=(step - 1) // self.steps_per_epoch + 1,
             step=step,
-            learning_rate=float(self.learning_rates[step - 1]),
+            learning_rate=float(f"{self.learning_rates[step - 1]:.7g}"),  # float32 has no more digits
             images_per_second=meter.images_per_second,
             seconds=time.perf_counter() - self.started,
         )
@@ -162,6 +162,25 @@ def _catch_interrupts() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+def _start(
+    config: Config, workdir: Path, mesh: Mesh, program: Program, steps_per_epoch: int
+) -> tuple[Checkpoints, TrainState]:
+    """Opens the checkpoints and returns the state to go on from, a fresh one if there is none."""
+    checkpoints = open_checkpoints(workdir / "checkpoints")
+    if checkpoints.last_step is None:
+        return checkpoints, program.init()
+    state, position = restore(checkpoints, program.state_shape, mesh, program.formats)
+    step = int(state.step)
+    if (position["epoch"], position["batch"]) != divmod(step, steps_per_epoch):
+        raise ValueError(
+            f"{workdir} stopped at batch {position['batch']} of epoch {position['epoch'] + 1}, which is not "
+            f"step {step} of the data given now: the training set has another size"
+        )
+    if step > config.epochs * steps_per_epoch:
+        raise ValueError(f"epochs={config.epochs} end before step {step}, where {workdir} is; pass more --epochs")
+    return checkpoints, state
+
+
 def train(config: Config, chain: Chain | None = None) -> Summary:
     """Trains a run, or goes on with the one in `config.workdir`, to its end or an interrupt.
 
@@ -177,42 +196,30 @@ def train(config: Config, chain: Chain | None = None) -> Summary:
     mesh = make_mesh(config.devices)
     program = make_program(config, mesh, chain)
     train_source, test_source = load(config.data)
-    workdir = open_workdir(config)
-    checkpoints = open_checkpoints(workdir / "checkpoints")
-    state = (
-        program.init()
-        if checkpoints.last_step is None
-        else restore(checkpoints, program.state_shape, mesh, program.formats)
-    )
-    start_step = int(state.step)
-    trim_metrics(workdir / "metrics.jsonl", start_step)
     steps_per_epoch = count_batches(len(train_source), config.global_batch)
-    rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    with open_display(len(rates), config.epochs) as display, _catch_interrupts() as interrupted:
+    workdir = open_workdir(config)
+    checkpoints, state = _start(config, workdir, mesh, program, steps_per_epoch)
+    write_config(config, workdir)
+    start_step, end_step = int(state.step), config.epochs * steps_per_epoch
+    trim_metrics(workdir / "metrics.jsonl", start_step)
+    with open_display(config.epochs, steps_per_epoch, start_step) as display:
         devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' if mesh.size > 1 else ''}"
-        display.say(
-            f"{config.preset}: {len(train_source)} training and {len(test_source)} test examples, {devices}, {workdir}"
-        )
+        examples = f"{len(train_source)} training and {len(test_source)} test examples"
+        display.say(f"{config.preset}: {examples}, {devices}, {workdir}")
         if start_step:
-            display.say(f"resumed at step {start_step} of {len(rates)}")
-        run = Run(
-            config,
-            workdir,
-            mesh,
-            program,
-            train_source,
-            test_source,
-            rates,
-            steps_per_epoch,
-            checkpoints,
-            display,
-            started,
-            interrupted,
-        )
-        if start_step < len(rates):
-            state = _loop(replace(run, program=compile_program(program)), state)
-    last, best = checkpoints.top1(checkpoints.last_step), checkpoints.best
-    return Summary(int(state.step) >= len(rates), int(state.step), last, best, workdir, time.perf_counter() - started)
+            display.say(f"resumed at step {start_step} of {end_step}")
+        if start_step < end_step:
+            display.say("compiling ...")
+            rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
+            compiled = compile_program(program)
+            with _catch_interrupts() as interrupted:
+                run = Run(
+                    config, workdir, mesh, compiled, train_source, test_source, rates, steps_per_epoch, checkpoints,
+                    display, started, interrupted,
+                )  # fmt: skip
+                state = _loop(run, state)
+    step, last = int(state.step), checkpoints.top1(checkpoints.last_step)
+    return Summary(step == end_step, step, last, checkpoints.best, workdir, time.perf_counter() - started)
 
 
 def format_summary(summary: Summary) -> str:
@@ -238,7 +245,8 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:  # a full disk, a folder that went away
         print(f"error: {error}; the last checkpoint is as it was", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before the first step: there is nothing to save
+    except KeyboardInterrupt:
+        print("stopped before the first step: nothing to save", file=sys.stderr)
         return 130
     print(format_summary(summary))
     return 0 if summary.finished else 130

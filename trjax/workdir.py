@@ -19,28 +19,37 @@ def _flat_options(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def open_workdir(config: Config) -> Path:
-    """Creates the run's folder, or checks that an existing one holds the same run, and writes config.toml.
+    """Creates the run's folder, or checks that an existing one holds the same run.
 
     Raises:
         ValueError: the folder cannot be used, or holds a run with other options; names them.
     """
     try:
-        if config.workdir:
-            workdir = Path(config.workdir)
-            workdir.mkdir(parents=True, exist_ok=True)
-        else:
-            workdir = _new_workdir(config)
-        path = workdir / "config.toml"
-        if path.exists():
-            _check_same_run(config, path)
+        if not config.workdir:
+            return _new_workdir(config)
+        workdir = Path(config.workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        if (workdir / "config.toml").exists():
+            _check_same_run(config, workdir / "config.toml")
         elif (workdir / "checkpoints").exists():
             raise ValueError(f"workdir={workdir} holds checkpoints but no config.toml; use another folder")
-        partial = path.with_suffix(".partial")
-        partial.write_text(config_to_toml(replace(config, workdir="")), encoding="utf-8")
-        partial.replace(path)
     except OSError as error:
         raise ValueError(f"workdir={config.workdir or 'runs'} cannot be used: {error}") from error
     return workdir
+
+
+def write_config(config: Config, workdir: Path) -> None:
+    """Writes config.toml: what reproduces the run, in a folder of its own.
+
+    Raises:
+        ValueError: the folder cannot be written to.
+    """
+    path = workdir / "config.toml"
+    try:
+        path.with_suffix(".partial").write_text(config_to_toml(replace(config, workdir="")), encoding="utf-8")
+        path.with_suffix(".partial").replace(path)
+    except OSError as error:
+        raise ValueError(f"workdir={workdir} cannot be used: {error}") from error
 
 
 def _new_workdir(config: Config) -> Path:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from trjax.config import DataConfig
 from trjax.data.batches import Batch
 from trjax.data.sources import DataSpec
-
-_STREAM = 1  # keeps augmentation apart from the initial parameters, which draw from the same seed
+from trjax.keys import stream_key
 
 Preprocess = Callable[[Batch, jax.Array], jax.Array]
 """Maps a block and the epoch (int32 scalar) to float32 images."""
@@ -44,9 +43,7 @@ def make_augment(data: DataConfig, spec: DataSpec, seed: int) -> Preprocess:
     def augment(block: Batch, epoch: jax.Array) -> jax.Array:
         images = jnp.asarray(block.images)
         if data.crop_padding or data.flip:
-            # threefry, by name: the device's own generator gives an example bits that depend on its position
-            stream = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _STREAM)
-            epoch_key = jax.random.fold_in(stream, epoch)
+            epoch_key = jax.random.fold_in(stream_key(seed, "augment"), epoch)
             keys = jax.vmap(lambda index: jax.random.fold_in(epoch_key, index))(block.indices)
             images = jax.vmap(vary_example)(keys, images)
         return normalise(images, spec)

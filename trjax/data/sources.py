@@ -56,8 +56,8 @@ class DataSpec:
     std: tuple[float, ...]
 
 
-# Means and deviations of the training pixels; CIFAR's were computed from the archives by many, ImageNet's are
-# the values that torchvision's models are trained with.
+# Means and deviations of the training pixels: digits' computed from this split (a test repeats it), CIFAR's and
+# ImageNet's as torchvision's and most public recipes use them.
 _CIFAR10 = DataSpec((32, 32, 3), 10, 50_000, 10_000, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 _CIFAR100 = DataSpec((32, 32, 3), 100, 50_000, 10_000, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 _DIGITS = DataSpec((8, 8, 1), 10, 1_437, 360, (0.3053,), (0.3760,))
@@ -94,7 +94,7 @@ def load(data: DataConfig) -> tuple[Source, Source]:
         return _synthesise(spec, spec.train_examples, 0), _synthesise(spec, spec.test_examples, 1)
     raise ValueError(
         "data.source=imagenet: this version does not read image folders; "
-        "train on --data.source synthetic, or use this preset with `python -m trjax.explain`"
+        "run its shapes with --data.source synthetic --data.image-shape 224 224 3 --data.num-classes 1000"
     )
 
 
