@@ -19,11 +19,11 @@ from trjax.program import Program, compile_program, make_program
 
 CURVE = 1e-6
 """Relative difference of two losses, over 20 steps, that differ only in the order of float32 sums: eight roundings
-of 1.2e-7. At most two were seen, at rates from 0.02 to 0.2."""
+of 1.2e-7. At most two were seen, for this model and for the preset's, at rates from 0.02 to 0.5."""
 
 
 def digits_config(**changes: Any) -> Config:
-    config = Config(bn="sync", data=DataConfig(source="digits", crop_padding=1))
+    config = Config(bn="sync", data=DataConfig(source="digits"))
     return replace(config, **changes)
 
 
@@ -102,8 +102,8 @@ def test_digits_curve_does_not_depend_on_the_world_size() -> None:
     curves = {}
     for num_devices in (1, 2, 4, 8):
         program = make_program(config, make_mesh(f"0-{num_devices - 1}"), one_block_chain(sum_moments))
-        curves[num_devices] = np.array([loss[0] / loss[3] for loss in run_steps(program, num_devices, some, 0.2)[1]])
-    assert curves[1][-1] < curves[1][0] - 0.02
+        curves[num_devices] = np.array([loss[0] / loss[3] for loss in run_steps(program, num_devices, some, 0.5)[1]])
+    assert curves[1][-1] < curves[1][0] - 0.1
     for num_devices in (2, 4, 8):
         np.testing.assert_allclose(curves[num_devices], curves[1], rtol=CURVE)
 
