@@ -61,7 +61,7 @@ def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str) -> No
     has_driver = any(Path(file).exists() for file in _DRIVER_FILES)
     if platform == "cuda" and not has_driver:
         raise ValueError("platform=cuda: no NVIDIA driver found on this machine; use --platform cpu")
-    chosen: str = jax.config.jax_platforms or ""  # type: ignore[attr-defined]  # by the environment, say
+    chosen: str = getattr(jax.config, "jax_platforms", None) or ""  # by the environment, say
     if platform == "auto" and not chosen:
         platform = "cuda" if has_driver else "cpu"
     with contextlib.suppress(RuntimeError):  # devices exist already: `make_mesh` says how many
