@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from trjax.config import Config
 from trjax.data.batches import count_batches, train_batches
 from trjax.data.sources import Source, load
-from trjax.mesh import SPLIT, make_mesh, parse_devices, placement, start_platform
+from trjax.mesh import make_mesh, parse_devices, start_platform
 from trjax.optim import make_learning_rates
 from trjax.presets import preset_config
 from trjax.program import Program, compile_program, make_program
@@ -41,7 +41,7 @@ Step = tuple[float, float]  # seconds, mean loss
 class Options:
     """Train the digits preset at several world sizes; compare the losses and time the steps."""
 
-    devices: str = "all"
+    world_sizes: str = "all"
     """World sizes, as in 1,2,3; the first is what the others are compared with. All: those of 1, 2, 4, 8 that fit."""
     steps: int = 150
     quick: bool = False
@@ -53,13 +53,13 @@ class Options:
     """Folder for the CSV and the figure."""
 
 
-def run(config: Config, size: int, program: Program, source: Source, initial: TrainState) -> Iterator[Step]:
+def run(config: Config, program: Program, source: Source, initial: TrainState) -> Iterator[Step]:
     """Yields the seconds of each step, with its batch placed before and its results awaited, and its loss."""
     steps_per_epoch = count_batches(len(source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    split, state = placement(make_mesh(f"0-{size - 1}"), SPLIT), jax.device_put(initial, program.formats)
+    state = jax.device_put(initial, program.formats)
     for step, batch in enumerate(train_batches(source, config.global_batch, config.seed, 0, len(rates))):
-        placed, epoch = jax.block_until_ready(jax.device_put(batch, split)), np.int32(step // steps_per_epoch)
+        placed, epoch = jax.block_until_ready(program.place(batch)), np.int32(step // steps_per_epoch)
         start = time.perf_counter()
         state, results = jax.block_until_ready(program.train_step(state, placed, rates[step], epoch))
         yield time.perf_counter() - start, float(results[0] / results[3])
@@ -75,9 +75,9 @@ def measure(config: Config, sizes: Sequence[int], num_steps: int) -> np.ndarray:
     programs = [compile_program(program) for program in programs]  # takes longest by far: only after all checks
     initial = jax.device_get(programs[0].init())  # for all: it compiles too, and does not depend on N
     nudged = replace(initial, params=jax.tree.map(lambda leaf: np.nextafter(leaf, np.inf), initial.params))
-    arms = [(size, program, initial) for size, program in zip(sizes, programs, strict=True)]
-    arms.append((sizes[0], programs[0], nudged))
-    runs = [run(config, size, program, source, state) for size, program, state in arms]
+    arms = [(program, initial) for program in programs]
+    arms.append((programs[0], nudged))
+    runs = [run(config, program, source, state) for program, state in arms]
     measured: list[list[Step]] = [[] for _ in runs]
     for start_step in range(0, num_steps, ROUND_STEPS):
         for steps, so_far in zip(runs, measured, strict=True):
@@ -123,9 +123,11 @@ def sweep(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
     start_platform("auto", "0-7")
     present = make_mesh().devices
-    sizes = parse_devices(options.devices) or tuple(size for size in (1, 2, 4, 8) if size <= present.size)
+    sizes = parse_devices(options.world_sizes) or tuple(size for size in (1, 2, 4, 8) if size <= present.size)
     if not 0 < min(sizes) <= max(sizes) <= present.size:
-        raise ValueError(f"devices={options.devices!r}: world sizes must be 1 to {present.size}, the devices present")
+        raise ValueError(
+            f"world_sizes={options.world_sizes!r}: world sizes must be 1 to {present.size}, the devices present"
+        )
     config = replace(preset_config("digits"), bn=options.bn, global_batch=options.global_batch)
     where = f"{present[0].platform} ({present[0].device_kind}), {os.cpu_count()} CPU cores"
     print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}, {where}")

@@ -16,7 +16,7 @@ from trjax.chain import Chain, evaluate_chain, init_chain
 from trjax.config import Config, DataConfig
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
-from trjax.mesh import SPLIT, make_mesh, placement
+from trjax.mesh import make_mesh
 from trjax.program import make_program
 from trjax.resnet import Block, Head, StemSegment, make_resnet
 from trjax.step import INIT_COMPILER_OPTIONS
@@ -166,11 +166,10 @@ def test_a_chain_of_ones_own_trains_with_the_same_step() -> None:
     config = Config(global_batch=48, data=data)
     curves = []
     for num_devices in (1, 4):
-        mesh = make_mesh(f"0-{num_devices - 1}")
-        program, losses = make_program(config, mesh, OWN_CHAIN), []
+        program, losses = make_program(config, make_mesh(f"0-{num_devices - 1}"), OWN_CHAIN), []
         state = program.init()
         for batch in train_batches(load(data)[0], 48, 0, 0, 20):
-            placed = jax.device_put(batch, placement(mesh, SPLIT))
+            placed = program.place(batch)
             state, results = program.train_step(state, placed, np.float32(0.1), np.int32(0))
             losses.append(float(results[0] / results[3]))
         curves.append(losses)

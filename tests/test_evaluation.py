@@ -4,7 +4,6 @@ import re
 from functools import cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from trjax.chain import evaluate_chain
 from trjax.data.augment import normalise
 from trjax.data.batches import eval_batches
 from trjax.data.sources import ArraySource, DataSpec
-from trjax.mesh import SPLIT, make_mesh, placement
 from trjax.step import init_totals
 
 BATCH = 24
@@ -37,10 +35,9 @@ def prepared(num_devices: int, global_batch: int = BATCH) -> tuple[Any, Any, Any
 
 def evaluate(num_devices: int, source: Any, batches_of: Any, global_batch: int = BATCH) -> np.ndarray:
     program, params, batch_stats = prepared(num_devices, global_batch)
-    mesh = make_mesh(f"0-{num_devices - 1}")
-    totals = init_totals(mesh)
+    totals = init_totals(program.mesh)
     for batch in batches_of(source, global_batch):
-        totals = program.accumulate(totals, params, batch_stats, jax.device_put(batch, placement(mesh, SPLIT)))
+        totals = program.accumulate(totals, params, batch_stats, program.place(batch))
     return np.asarray(program.reduce_totals(totals))
 
 

@@ -13,8 +13,8 @@ from trjax.collectives import sum_moments
 from trjax.config import Config, DataConfig
 from trjax.data.batches import Batch, train_batches
 from trjax.data.sources import load
-from trjax.mesh import SPLIT, make_mesh, placement
-from trjax.program import Program, compile_program, make_program
+from trjax.mesh import make_mesh
+from trjax.program import Program, compile_program, lower_step, make_program
 
 CURVE = 1e-6
 """Relative difference of two losses, over 20 steps, that differ only in the order of float32 sums: eight roundings
@@ -30,20 +30,12 @@ def batches(config: Config, num_steps: int) -> list[Batch]:
     return list(train_batches(load(config.data)[0], config.global_batch, config.seed, 0, num_steps))
 
 
-def run_steps(
-    program: Program, num_devices: int, some: list[Batch], rate: float = 0.05
-) -> tuple[Any, list[np.ndarray]]:
-    where = placement(make_mesh(f"0-{num_devices - 1}"), SPLIT)
+def run_steps(program: Program, some: list[Batch], rate: float = 0.05) -> tuple[Any, list[np.ndarray]]:
     state, losses = program.init(), []
     for batch in some:
-        state, results = program.train_step(state, jax.device_put(batch, where), np.float32(rate), np.int32(0))
+        state, results = program.train_step(state, program.place(batch), np.float32(rate), np.int32(0))
         losses.append(np.asarray(results))
     return state, losses
-
-
-def lower(program: Program) -> Any:
-    scalars = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
-    return program.train_step.lower(program.state_shape, program.batch_shape, *scalars)
 
 
 def all_reduce_elements(text: str) -> list[int]:
@@ -57,7 +49,7 @@ def all_reduce_elements(text: str) -> list[int]:
 def test_two_all_reduces_with_the_bytes_of_the_plan() -> None:
     program = tiny_program(8)
     planned = [group.size_elements for group in program.plan.groups]
-    lowered = lower(program)
+    lowered = lower_step(program)
     assert all_reduce_elements(lowered.as_text()) == planned
     assert lowered.as_text().count("all_reduce") == 2
     compiled = lowered.compile().as_text()
@@ -68,13 +60,13 @@ def test_two_all_reduces_with_the_bytes_of_the_plan() -> None:
 def test_sync_adds_two_all_reduces_a_normalisation() -> None:
     program = tiny_program(2, bn="sync")
     num_norms = sum(region.kind == "B_NEXT_MEAN" for region in program.plan.regions)
-    sizes = all_reduce_elements(lower(program).as_text())
+    sizes = all_reduce_elements(lower_step(program).as_text())
     assert len(sizes) == 2 + 2 * num_norms
     assert [size for size in sizes if size > 100] == [group.size_elements for group in program.plan.groups]
 
 
 def test_state_is_donated() -> None:
-    text = lower(tiny_program(2)).compile().as_text()
+    text = lower_step(tiny_program(2)).compile().as_text()
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     assert aliases is not None
     assert aliases.group(1).count("alias)") == len(jax.tree.leaves(tiny_program(2).state_shape))
@@ -82,7 +74,7 @@ def test_state_is_donated() -> None:
 
 def test_devices_hold_the_same_bits_after_ten_steps() -> None:
     config = tiny_config()
-    state, _ = run_steps(tiny_program(8), 8, batches(config, 10))
+    state, _ = run_steps(tiny_program(8), batches(config, 10))
     for leaf in jax.tree.leaves(state):
         first, *others = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert len(others) == 7
@@ -102,7 +94,7 @@ def test_digits_curve_does_not_depend_on_the_world_size() -> None:
     curves = {}
     for num_devices in (1, 2, 4, 8):
         program = make_program(config, make_mesh(f"0-{num_devices - 1}"), one_block_chain(sum_moments))
-        curves[num_devices] = np.array([loss[0] / loss[3] for loss in run_steps(program, num_devices, some, 0.5)[1]])
+        curves[num_devices] = np.array([loss[0] / loss[3] for loss in run_steps(program, some, 0.5)[1]])
     assert curves[1][-1] < curves[1][0] - 0.1
     for num_devices in (2, 4, 8):
         np.testing.assert_allclose(curves[num_devices], curves[1], rtol=CURVE)
@@ -113,7 +105,7 @@ def test_partial_batch_updates_as_its_examples_alone() -> None:
     (alone,) = batches(tiny_config(global_batch=16), 1)
     padded = Batch(*(np.concatenate([leaf, np.zeros((8, *leaf.shape[1:]), leaf.dtype)]) for leaf in alone))
     (one, (of_one,)), (other, (of_other,)) = (
-        run_steps(tiny_program(8, bn="sync", global_batch=len(batch.labels)), 8, [batch]) for batch in (padded, alone)
+        run_steps(tiny_program(8, bn="sync", global_batch=len(batch.labels)), [batch]) for batch in (padded, alone)
     )
     np.testing.assert_allclose(of_one, of_other, rtol=1e-6)
     assert of_one[3] == 16
@@ -121,18 +113,18 @@ def test_partial_batch_updates_as_its_examples_alone() -> None:
 
 
 def test_one_program_for_every_learning_rate_and_epoch() -> None:
-    program, where = tiny_program.__wrapped__(2), placement(make_mesh("0-1"), SPLIT)
+    program = tiny_program.__wrapped__(2)
     (batch,) = batches(tiny_config(), 1)
     state = program.init()
     for rate, epoch in ((0.1, 0), (0.2, 1), (0.0, 7)):
-        state, _ = program.train_step(state, jax.device_put(batch, where), np.float32(rate), np.int32(epoch))
+        state, _ = program.train_step(state, program.place(batch), np.float32(rate), np.int32(epoch))
     assert program.train_step._cache_size() == 1
 
 
 def test_learning_rate_zero_changes_no_parameter() -> None:
     (batch,) = batches(tiny_config(), 1)
     program = tiny_program(1)
-    state, _ = run_steps(program, 1, [batch], rate=0.0)
+    state, _ = run_steps(program, [batch], rate=0.0)
     jax.tree.map(np.testing.assert_array_equal, state.params, program.init().params)
 
 
@@ -140,7 +132,7 @@ def test_compiled_program_refuses_another_shape() -> None:
     program = compile_program(tiny_program(1))
     other = batches(tiny_config(global_batch=16), 1)
     with pytest.raises(TypeError, match="24"):
-        run_steps(program, 1, other)
+        run_steps(program, other)
 
 
 def test_bfloat16_computes_the_same_to_its_precision() -> None:
@@ -148,10 +140,10 @@ def test_bfloat16_computes_the_same_to_its_precision() -> None:
     losses = {}
     for precision in ("float32", "bfloat16"):
         program = tiny_program(2, precision=precision)
-        state, (results,) = run_steps(program, 2, [batch])
+        state, (results,) = run_steps(program, [batch])
         losses[precision] = results[0] / results[3]
         assert {leaf.dtype.name for leaf in jax.tree.leaves((state.params, state.batch_stats))} == {"float32"}
-    text = lower(program).as_text()
+    text = lower_step(program).as_text()
     assert "xbf16>" in text
     assert all_reduce_elements(text) == [group.size_elements for group in program.plan.groups]  # reduced in float32
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)

@@ -15,7 +15,7 @@ from trjax.config import Config
 from trjax.data.augment import make_augment, normalise
 from trjax.data.batches import Batch
 from trjax.data.sources import DataSpec, describe
-from trjax.mesh import split_batch
+from trjax.mesh import SPLIT, placement, split_batch
 from trjax.optim import make_optimizer
 from trjax.plan import NUM_RESULTS, ConvOrder, Plan, make_plan
 from trjax.resnet import make_resnet
@@ -28,6 +28,7 @@ class Program:
     """The parts of a run; making one compiles and computes nothing.
 
     Attributes:
+        mesh: the devices.
         chain: the model.
         plan: where its gradients live.
         state_shape: a `TrainState` of shapes.
@@ -40,6 +41,7 @@ class Program:
         reduce_totals: likewise.
     """
 
+    mesh: Mesh
     chain: Chain
     plan: Plan
     state_shape: TrainState
@@ -50,6 +52,10 @@ class Program:
     train_step: Any
     accumulate: Any
     reduce_totals: Any
+
+    def place(self, batch: Batch) -> Batch:
+        """Splits a batch over the devices."""
+        return jax.device_put(batch, placement(self.mesh, SPLIT))
 
 
 def make_chain(config: Config, spec: DataSpec) -> Chain:
@@ -111,6 +117,7 @@ def make_program(config: Config, mesh: Mesh, chain: Chain | None = None) -> Prog
     augment = make_augment(config.data, spec, config.seed)
     accumulate, reduce_totals = make_evaluation(chain, partial(normalise, spec=spec), mesh, formats)
     return Program(
+        mesh=mesh,
         chain=chain,
         plan=plan,
         state_shape=shapes,
@@ -126,16 +133,21 @@ def make_program(config: Config, mesh: Mesh, chain: Chain | None = None) -> Prog
     )
 
 
+def lower_step(program: Program) -> Any:
+    """Returns the train step lowered for the program's shapes, ready to compile; no device computes."""
+    scalars = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
+    return program.train_step.lower(program.state_shape, program.batch_shape, *scalars)
+
+
 def compile_program(program: Program) -> Program:
     """Returns the program with its step and its evaluation compiled, once for the whole run.
 
     A compiled function refuses any other shape, type or placement: nothing can compile again unnoticed.
     """
     state, batch, totals = program.state_shape, program.batch_shape, program.totals_shape
-    scalars = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
     return replace(
         program,
-        train_step=program.train_step.lower(state, batch, *scalars).compile(),
+        train_step=lower_step(program).compile(),
         accumulate=program.accumulate.lower(totals, state.params, state.batch_stats, batch).compile(),
         reduce_totals=program.reduce_totals.lower(totals).compile(),
     )

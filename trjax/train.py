@@ -13,14 +13,13 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from trjax.chain import Chain
 from trjax.checkpoint import Checkpoints, open_checkpoints, restore, save
 from trjax.config import Config
-from trjax.data.batches import Batch, count_batches, eval_batches, train_batches
+from trjax.data.batches import count_batches, eval_batches, train_batches
 from trjax.data.sources import Source, load
-from trjax.mesh import SPLIT, make_mesh, placement, start_platform
+from trjax.mesh import make_mesh, start_platform
 from trjax.optim import make_learning_rates
 from trjax.presets import parse_config
 from trjax.program import Program, compile_program, make_program
@@ -57,7 +56,6 @@ class Run:
 
     config: Config
     workdir: Path
-    mesh: Mesh
     program: Program
     train_source: Source
     test_source: Source
@@ -67,10 +65,6 @@ class Run:
     display: Display
     started: float
     interrupted: Callable[[], bool]
-
-    def place(self, batch: Batch) -> Batch:
-        """Splits a batch over the devices."""
-        return jax.device_put(batch, placement(self.mesh, SPLIT))
 
     def record(self, split: Literal["train", "test"], meter: Meter, step: int) -> Record:
         """Writes what the meter has gathered to the file and the console, and empties it."""
@@ -103,7 +97,7 @@ def _train_epoch(run: Run, state: TrainState, end_step: int) -> TrainState:
     batches = train_batches(run.train_source, config.global_batch, config.seed, start_step, end_step)
     for step, batch in enumerate(batches, start=start_step):
         epoch = np.int32(step // run.steps_per_epoch)
-        state, results = run.program.train_step(state, run.place(batch), run.learning_rates[step], epoch)
+        state, results = run.program.train_step(state, run.program.place(batch), run.learning_rates[step], epoch)
         if previous:
             settle(*previous)
         previous = (step + 1, results)
@@ -119,9 +113,9 @@ def _train_epoch(run: Run, state: TrainState, end_step: int) -> TrainState:
 def _evaluate(run: Run, state: TrainState) -> float:
     """Evaluates every test example once, writes the record, and returns top-1."""
     meter = Meter()
-    totals = init_totals(run.mesh)
+    totals = init_totals(run.program.mesh)
     for batch in eval_batches(run.test_source, run.config.global_batch):
-        totals = run.program.accumulate(totals, state.params, state.batch_stats, run.place(batch))
+        totals = run.program.accumulate(totals, state.params, state.batch_stats, run.program.place(batch))
     meter.add(np.asarray(run.program.reduce_totals(totals), np.float64))
     return run.record("test", meter, int(state.step)).top1
 
@@ -162,14 +156,12 @@ def _catch_interrupts() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _start(
-    config: Config, workdir: Path, mesh: Mesh, program: Program, steps_per_epoch: int
-) -> tuple[Checkpoints, TrainState]:
+def _start(config: Config, workdir: Path, program: Program, steps_per_epoch: int) -> tuple[Checkpoints, TrainState]:
     """Opens the checkpoints and returns the state to go on from, a fresh one if there is none."""
     checkpoints = open_checkpoints(workdir / "checkpoints")
     if checkpoints.last_step is None:
         return checkpoints, program.init()
-    state, position = restore(checkpoints, program.state_shape, mesh, program.formats)
+    state, position = restore(checkpoints, program.state_shape, program.mesh, program.formats)
     step = int(state.step)
     if (position["epoch"], position["batch"]) != divmod(step, steps_per_epoch):
         raise ValueError(
@@ -198,7 +190,7 @@ def train(config: Config, chain: Chain | None = None) -> Summary:
     train_source, test_source = load(config.data)
     steps_per_epoch = count_batches(len(train_source), config.global_batch)
     workdir = open_workdir(config)
-    checkpoints, state = _start(config, workdir, mesh, program, steps_per_epoch)
+    checkpoints, state = _start(config, workdir, program, steps_per_epoch)
     write_config(config, workdir)
     start_step, end_step = int(state.step), config.epochs * steps_per_epoch
     trim_metrics(workdir / "metrics.jsonl", start_step)
@@ -214,8 +206,8 @@ def train(config: Config, chain: Chain | None = None) -> Summary:
             compiled = compile_program(program)
             with _catch_interrupts() as interrupted:
                 run = Run(
-                    config, workdir, mesh, compiled, train_source, test_source, rates, steps_per_epoch, checkpoints,
-                    display, started, interrupted,
+                    config, workdir, compiled, train_source, test_source, rates, steps_per_epoch, checkpoints, display,
+                    started, interrupted,
                 )  # fmt: skip
                 state = _loop(run, state)
     step, last = int(state.step), checkpoints.top1(checkpoints.last_step)
