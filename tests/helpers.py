@@ -13,10 +13,10 @@ from trjax.chain import Chain, apply_segment
 from trjax.collectives import sum_moments
 from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.mesh import REPLICATED, SPLIT, make_mesh
+from trjax.options import probe_options
 from trjax.plan import make_plan, name_leaves
 from trjax.program import Program, make_program
 from trjax.resnet import Block, Head, StemSegment
-from trjax.step import COMPILER_OPTIONS
 
 DATA = DataConfig(source="synthetic", image_shape=(8, 8, 3), train_examples=100, test_examples=50)
 
@@ -72,7 +72,8 @@ def reduced_on(
     )  # fmt: skip
     specs = (REPLICATED, REPLICATED, SPLIT, SPLIT, SPLIT)
     run = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=REPLICATED), compiler_options=COMPILER_OPTIONS["cpu"]
+        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=REPLICATED),
+        compiler_options=probe_options(mesh).accepted,
     )
     return jax.tree.map(np.asarray, run(params, batch_stats, *block))
 

@@ -49,6 +49,27 @@ def test_equals_flax() -> None:
     np.testing.assert_allclose(y, theirs, atol=ROUNDING)
 
 
+def test_gradients_equal_those_that_jax_derives() -> None:
+    """The gradient is written out; here it is derived from the definition, padding and its cotangent included."""
+    x, cotangent = noise_block(4, 8)[0], jnp.asarray(noise_block(5, 8)[0])
+    mask = np.array([1, 1, 0, 1, 1, 1, 0, 1], np.float32)
+
+    def ours(x: Any, scale: Any, bias: Any) -> jax.Array:
+        stats = {"running_mean": jnp.full(3, 0.25), "running_var": jnp.full(3, 2.0)}
+        variables = {"params": {"scale": scale, "bias": bias}, "batch_stats": stats}
+        y, _ = BatchNorm().apply(variables, x, train=True, mask=jnp.asarray(mask), mutable=["batch_stats"])
+        return (y * cotangent).sum()
+
+    def defined(x: Any, scale: Any, bias: Any) -> jax.Array:
+        real = x[np.flatnonzero(mask)]
+        normal = (x - real.mean((0, 1, 2), keepdims=True)) / jnp.sqrt(real.var((0, 1, 2), keepdims=True) + EPSILON)
+        return ((normal * scale.reshape(1, 1, 1, 3) + bias.reshape(1, 1, 1, 3)) * cotangent).sum()
+
+    arguments = jnp.asarray(x), jnp.array([0.5, 1.0, 2.0]), jnp.array([0.1, 0.2, 0.3])
+    for mine, theirs in zip(*(jax.grad(f, (0, 1, 2))(*arguments) for f in (ours, defined)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("real", [1, 2, 5])
 def test_padding_does_not_count(real: int) -> None:
     x = noise_block(1, 8)[0]

@@ -34,4 +34,4 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "python -m trjax.explain plan" in capsys.readouterr().out
+    assert "python -m trjax.explain COMMAND --help" in capsys.readouterr().out

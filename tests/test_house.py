@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trjax"
 FLOORS = [
-    ["config", "plan", "mesh", "keys", "batchnorm", "chain", "records"],
-    ["data", "resnet", "collectives", "optim", "state", "presets", "workdir"],
-    ["backward", "checkpoint"],
-    ["step"],
-    ["program"],
+    ["config", "plan", "mesh", "keys", "batchnorm", "chain", "records", "targets", "hlo"],
+    ["data", "resnet", "collectives", "optim", "state", "presets", "workdir", "cost", "options", "operations"],
+    ["backward", "checkpoint", "grouping", "timeline", "compiled"],
+    ["step", "buffers"],
+    ["program", "audit", "figures"],
     ["train", "explain"],
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}

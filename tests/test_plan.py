@@ -1,5 +1,7 @@
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,12 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trjax.cost import Machine, make_machine, parse_topology
 from trjax.explain import format_plan
-from trjax.plan import Kind, Plan, flatten, make_plan, name_leaves, restore_leaves, unflatten
+from trjax.plan import ConvOrder, Kind, Plan, flatten, make_plan, name_leaves, restore_leaves, unflatten
 from trjax.presets import PRESETS
-from trjax.program import plan_config
+from trjax.program import compare_groupings
+from trjax.targets import TARGETS
 
 pytestmark = pytest.mark.fast
+
+
+NODE = make_machine(TARGETS["h100"], parse_topology("1x8"))
+SLOW = make_machine(TARGETS["h100"], parse_topology("64x1"), link_gbytes=10)
+
+
+def planned(preset: str, conv_order: ConvOrder, reducer: str = "two_group", machine: Machine = NODE) -> Plan:
+    return compare_groupings(replace(PRESETS[preset].config, global_batch=2048), machine, conv_order)[reducer][0]
 
 
 def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -62,7 +74,7 @@ def test_alignment_is_the_only_gap() -> None:
 
 
 def test_resnet50_golden() -> None:
-    plan = plan_config(PRESETS["imagenet-resnet50"].config, "OHWI")
+    plan = planned("imagenet-resnet50", "OHWI")
     gradients = [sum(r.size_elements for r in group.regions if r.kind.startswith("G_")) for group in plan.groups]
     assert gradients == [23_445_504, 2_111_528]
     assert sum(gradients) == 25_557_032
@@ -75,7 +87,7 @@ def test_resnet50_golden() -> None:
 
 
 def test_readiness_order_counts_blocks_as_numbers() -> None:
-    plan = plan_config(PRESETS["cifar10-resnet56"].config, "HWIO")
+    plan = planned("cifar10-resnet56", "HWIO")
     stage1 = [region.name.split("/")[0] for region in plan.groups[0].regions if region.name.startswith("stage1")]
     assert list(dict.fromkeys(stage1)) == [f"stage1_block{index}" for index in range(9, 0, -1)]
 
@@ -162,12 +174,10 @@ def test_round_trip_is_bitwise(tree: Any, conv_order: Any, alignment_bytes: int)
 
 
 def test_same_plan_in_a_fresh_process() -> None:
-    code = (
-        "from trjax.presets import PRESETS; from trjax.program import plan_config;"
-        "print(repr(plan_config(PRESETS['cifar10-resnet20'].config, 'OHWI')))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == repr(plan_config(PRESETS["cifar10-resnet20"].config, "OHWI"))
+    code = "from test_plan import planned, SLOW; print(repr(planned('imagenet-resnet50', 'OHWI', 'auto', SLOW)))"
+    here = Path(__file__).parent
+    run = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == repr(planned("imagenet-resnet50", "OHWI", "auto", SLOW))
 
 
 def test_table_holds_every_region_and_the_totals() -> None:

@@ -59,8 +59,8 @@ def reduce_gradients(
 
     The loss is divided by `global_batch` before the backward, so that the sum over the devices is the mean
     over the global batch, without a scale kernel. A device's BatchNorm statistics count by its share of the
-    examples. Where padding leaves fewer than `global_batch` examples, gradients and statistics are still to be
-    multiplied by `global_batch / count`, with the count from the results.
+    examples. Where padding leaves fewer than `global_batch` examples, a factor `global_batch / count`, with the
+    count from the results, makes it the mean of the real ones; it is fused into the update.
 
     Args:
         chain: the model.
@@ -74,7 +74,8 @@ def reduce_gradients(
         key: for dropout and the like.
 
     Returns:
-        Every region's tensor by name, summed over the devices and bitwise the same on all of them.
+        Every region's tensor by name, bitwise the same on all devices: `results` is the sum over the devices,
+        everything else the mean over the real examples.
     """
     params, batch_stats = collectives.vary(params), collectives.vary(batch_stats)
     pullbacks: dict[str, Callable] = {}
@@ -86,16 +87,21 @@ def reduce_gradients(
 
     _, pull_loss, results = jax.vjp(lambda logits: score(logits, labels, mask), x, has_aux=True)
     share = mask.sum() / global_batch
-    leaves = {name: leaf * share for name, leaf in name_leaves(next_stats).items()} | {"results": results}
+    leaves = name_leaves(next_stats) | {"results": results}
 
     (cotangent,) = pull_loss(collectives.vary(jnp.float32(1 / global_batch)))
     reduced: dict[str, jax.Array] = {}
-    previous: jax.Array | None = None
+    previous, scale = None, None
     for name in reversed(tuple(chain)):
         gradients, cotangent = pullbacks[name](cotangent)
         leaves |= name_leaves({name: gradients})
         for group in plan.groups:
             if group.launch_after == name:
-                previous = collectives.sum_group(flatten(group, leaves), previous)
-                reduced |= unflatten(group, previous)
+                with jax.named_scope(f"all_reduce_{group.name}"):  # by which a reader of the program knows it
+                    previous = collectives.sum_group(flatten(group, leaves, share), previous)
+                if scale is None:
+                    reduced["results"] = unflatten(group, previous)["results"]
+                    scale = global_batch / jnp.maximum(reduced["results"][3], 1)
+                # Scaled before it is cut: XLA then updates the small leaves in a few kernels, not one for each.
+                reduced = unflatten(group, previous * scale) | reduced
     return reduced

@@ -30,10 +30,10 @@ def sum_group(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
 
 
 def sum_moments(moments: jax.Array) -> jax.Array:
-    """Sums the packed BatchNorm moments of one layer, 2 x channels + 1 float32, over the devices.
+    """Sums the packed BatchNorm moments of one layer over the devices.
 
-    Two AllReduces a layer: this one in the forward, and one of the same size in the backward, which the cast
-    back to a varying value turns into.
+    Two AllReduces a layer, both float32: 2 x channels + 1 in the forward (count, two moments), 2 x channels in the
+    backward (the sums of the cotangent). The normalisation waits for both: nothing can hide them.
     """
     return vary(jax.lax.psum(moments, AXIS))
 

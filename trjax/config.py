@@ -173,6 +173,10 @@ class Config:
     """Fixes initial parameters, data order and augmentation."""
     bn: Literal["local", "sync"] = "local"
     """BatchNorm over each device's batch, or over the global batch."""
+    reducer: Literal["two_group", "auto"] = "two_group"
+    """How gradients are summed: in two groups, or in as many as the link needs to hide behind the backward."""
+    link_gbytes: float = 0.0
+    """GB/s that the slowest link between the GPUs reaches, for `auto` and for predictions; 0: the data sheet's."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in; parameters, statistics and reductions stay float32."""
     log_every: int = 50
@@ -187,6 +191,9 @@ class Config:
         _require(self.global_batch > 0, f"global_batch={self.global_batch}", "must be positive")
         _require(self.epochs > 0, f"epochs={self.epochs}", "must be positive")
         _require(0 <= self.seed < 2**32, f"seed={self.seed}", "must be in [0, 2^32)")
+        _require(
+            0 <= self.link_gbytes < math.inf, f"link_gbytes={self.link_gbytes}", "must be positive, or 0 to look it up"
+        )
         _require(self.log_every > 0, f"log_every={self.log_every}", "must be positive")
         _require(
             self.optim.warmup_epochs <= self.epochs,

@@ -1,21 +1,70 @@
 """`python -m trjax.explain`: what a run compiles to, before it runs."""
 
+import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from trjax.mesh import start_platform
+import jax
+from jax.sharding import Mesh
+
+from trjax.audit import Audit, audit
+from trjax.compiled import Compiled, compile_lowered
+from trjax.config import Config
+from trjax.cost import Machine, make_machine, parse_topology
+from trjax.figures import draw_timeline
+from trjax.mesh import make_mesh, make_topology_mesh, start_platform
+from trjax.options import probe_options
 from trjax.plan import Plan
-from trjax.presets import parse_config
-from trjax.program import plan_config
+from trjax.presets import parse_options
+from trjax.program import compare_groupings, lower_step, machine_of, make_program
 from trjax.records import format_table
 from trjax.step import conv_order_of
+from trjax.targets import compile_config, find_target
 
-_USAGE = """usage: python -m trjax.explain plan [OPTIONS]
+_USAGE = """usage: python -m trjax.explain COMMAND [OPTIONS]
 
   plan   the table of groups and regions: where every gradient lives
+  step   compile the train step, for GPUs that need not be here: every collective, what hides it, what it costs
 
-`python -m trjax.explain plan --help` lists the options, which are those of trjax.train."""
+`python -m trjax.explain COMMAND --help` lists the options, which are those of trjax.train and a few more."""
+
+_HONEST = (
+    "compiled without the device: autotuning and the pass that orders collectives on the device may change kernels, "
+    "not the order that the dependencies force; times are predicted"
+)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Where every gradient lives."""
+
+    target: str = "h100"
+    """GPU to plan for: a100, h100, h200 or b200."""
+    topology: str = "1x8"
+    """HOSTSxGPUS."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What the train step compiles to."""
+
+    target: str = "h100"
+    """GPU to compile for: a100, h100, h200 or b200; none is needed here."""
+    topology: str = "1x8"
+    """HOSTSxGPUS."""
+    attached: bool = False
+    """Compile for the devices of this machine (`--platform`, `--devices`) in place of a target."""
+    strict: bool = False
+    """Exit with 1 when a verdict is not ok."""
+    hlo: str = ""
+    """File for the scheduled HLO text."""
+    json: str = ""
+    """File for all figures as JSON."""
+    figure: str = ""
+    """Picture of the timeline; the ending names the format."""
 
 
 def format_plan(plan: Plan) -> str:
@@ -41,23 +90,128 @@ def format_plan(plan: Plan) -> str:
     return f"{regions}\n\n{format_table(header, totals)}\n\n{sums}"
 
 
+def format_choice(config: Config, machine: Machine) -> str:
+    """Returns what the cost model predicts for each way of grouping, and the one that the run takes."""
+    lines = []
+    for reducer, (plan, exposed) in compare_groupings(config, machine, "OHWI").items():
+        launches = ", ".join(group.launch_after for group in plan.groups)
+        taken = "  (this run)" if reducer == config.reducer else ""
+        lines.append(f"{reducer}: {exposed * 1e3:.2f} ms exposed as planned, launched after {launches}{taken}")
+    return "\n".join(lines)
+
+
+def format_audit(found: Audit) -> str:
+    """Returns the collectives, the summary and the verdicts as text."""
+    rows = [
+        [
+            row.group, row.bytes, row.dtype, "blocking" if row.blocking else "async", f"{row.ready_ms:.2f}",
+            f"{row.start_ms:.2f}", f"{row.comm_ms:.3f}", f"{row.exposed_ms:.3f}",
+            "{convolutions:.0f} convolutions, {kernels:.0f} other kernels, {ms:.2f} ms".format(**row.hidden_behind),
+        ]
+        for row in found.collectives
+    ]  # fmt: skip
+    header = ["group", "bytes", "dtype", "kind", "ready ms", "start ms", "takes ms", "exposed ms", "hidden behind"]
+    total = found.summary
+    lines = [
+        f"{total.all_reduces} collectives, {total.blocking} blocking",
+        f"communication {total.comm_ms:.2f} ms, compute {total.compute_ms:.2f} ms, exposed {total.exposed_ms:.3f} ms "
+        f"(no schedule of these operations: under {total.exposed_bound_ms:.3f} ms)",
+        f"step {total.step_ms:.2f} ms, {total.images_per_second:,.0f} images/s on {total.world_size} devices",
+        f"{total.hbm_bytes / 1e9:.1f} GB of memory traffic a step, {total.hbm_bytes_per_image / 1e9:.3f} GB an image",
+        f"{total.temp_bytes / 1e9:.2f} GB of temporary memory",
+        f"{total.kernels} kernels, {total.transposes} transpose, {total.gradient_transposes} of them gradients",
+        f"{total.gather_copy_bytes:,} bytes copied only to gather gradients",
+        f"{total.graphs} CUDA graphs hold {total.graph_launches} launches, {total.launches} are outside"
+        if total.graphs + total.launches
+        else "CUDA graphs: not known",
+    ]
+    verdicts = [f"{'ok    ' if verdict.ok else 'NOT OK'}  {verdict.text}" for verdict in found.verdicts]
+    table = format_table(header, rows) if rows else "no collective: one device"
+    return "\n".join([table, "", *lines, "", *verdicts])
+
+
+def explain_plan(arguments: Sequence[str]) -> int:
+    """Prints where every gradient lives, and returns the exit code."""
+    prog, purpose = "python -m trjax.explain plan", "Print where every gradient lives."
+    config, options = parse_options(arguments, prog, purpose, PlanOptions())
+    start_platform("cpu", "all")  # shapes only: no GPU is asked
+    machine = make_machine(find_target(options.target), parse_topology(options.topology), config.link_gbytes)
+    # The layout is a GPU's unless the CPU is asked for: that is where it is of interest.
+    order = conv_order_of("cpu" if config.platform == "cpu" else "cuda")
+    print(format_plan(compare_groupings(config, machine, order)[config.reducer][0]))
+    print(f"\n{format_choice(config, machine)}")
+    return 0
+
+
+def _prepare(config: Config, options: StepOptions) -> Mesh:
+    """Returns the mesh to compile for: the devices here, or those of the target."""
+    if options.attached:
+        start_platform(config.platform, config.devices)
+        return make_mesh(config.devices)
+    target, topology = find_target(options.target), parse_topology(options.topology)
+    start_platform("cpu", "all")
+    return make_topology_mesh(compile_config(target), topology.hosts, topology.gpus_per_host)
+
+
+def _write(options: StepOptions, title: str, compiled: Compiled, found: Audit) -> None:
+    if options.hlo:
+        Path(options.hlo).write_text(compiled.text, encoding="utf-8")
+    if options.json:
+        table = {name: asdict(found)[name] for name in ("collectives", "summary", "verdicts")}
+        Path(options.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    if options.figure:
+        draw_timeline(options.figure, title, found.timeline)
+
+
+def explain_step(arguments: Sequence[str]) -> int:
+    """Compiles the train step, prints what it holds, and returns the exit code."""
+    prog, purpose = "python -m trjax.explain step", "Compile the train step and show what it holds."
+    config, options = parse_options(arguments, prog, purpose, StepOptions())
+    mesh = _prepare(config, options)
+    machine = machine_of(mesh, config.link_gbytes)
+    if not options.attached:
+        machine = make_machine(find_target(options.target), machine.topology, config.link_gbytes)
+    where = f"{machine.topology.hosts}x{machine.topology.gpus_per_host} {machine.target.name}"
+    title = f"{config.preset}, {config.reducer}, bn={config.bn}, global batch {config.global_batch}, {where}"
+    print(f"{title} ({mesh.devices.flat[0].device_kind}), jax {jax.__version__}: compiling ...", file=sys.stderr)
+    program = make_program(config, mesh)
+    try:
+        compiled = compile_lowered(lower_step(program))
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"the step does not compile for {where}: {str(error).splitlines()[0]}") from error
+    needed, present = compiled.argument_bytes + compiled.temp_bytes, machine.target.memory_bytes
+    if needed > present and not options.attached:
+        raise ValueError(
+            f"global_batch={config.global_batch} does not fit: the step needs {needed / 1e9:.0f} GB on each "
+            f"{machine.target.name}, which has {present / 1e9:.0f}; use a smaller one or more devices"
+        )
+    found = audit(
+        compiled, machine, config.global_batch, program.plan,
+        synchronised=config.bn == "sync", dropped=probe_options(mesh).dropped,
+    )  # fmt: skip
+    print("\n\n".join([title, format_audit(found), format_choice(config, machine)]))
+    if not options.attached:
+        print(_HONEST)
+    _write(options, title, compiled, found)
+    return 1 if options.strict and not found.ok else 0
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": explain_plan, "step": explain_step}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if arguments else 2
-    if arguments[0] != "plan":
+    if arguments[0] not in _COMMANDS:
         print(f"error: unknown command {arguments[0]!r}\n{_USAGE}", file=sys.stderr)
         return 2
     try:
-        config = parse_config(arguments[1:], "python -m trjax.explain plan", "Print where every gradient lives.")
-        start_platform("cpu", "all")  # shapes only: no GPU is asked
-        # The layout is a GPU's unless the CPU is asked for: that is where it is of interest.
-        print(format_plan(plan_config(config, conv_order_of("cpu" if config.platform == "cpu" else "cuda"))))
-    except ValueError as error:
+        return _COMMANDS[arguments[0]](arguments[1:])
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXIS = "data"
@@ -92,6 +93,30 @@ def make_mesh(devices: str = "all") -> Mesh:
         )
     # Auto, because `jax.make_mesh` would make the axis Explicit, which types every array of the program.
     return Mesh(np.array([present[index] for index in indices]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def make_topology_mesh(target_config: str, hosts: int, gpus_per_host: int) -> Mesh:
+    """Returns the mesh over GPUs that need not be there: programs compile for it, and do not run.
+
+    Args:
+        target_config: the GPU as text, `targets.compile_config`.
+        hosts: machines.
+        gpus_per_host: in each.
+
+    Raises:
+        ValueError: JAX's CUDA plugin is missing or refuses; says what to install.
+    """
+    try:
+        described = topologies.get_topology_desc(
+            platform="cuda", target_config=target_config, topology=f"1x{hosts}x{gpus_per_host}"
+        )
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            "compiling for a GPU needs JAX's CUDA plugin (Linux; no driver, no GPU): "
+            f"python3 -m pip install 'jax[cuda12]'. JAX says: {reason}"
+        ) from error
+    return Mesh(np.array(described.devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def split_batch(global_batch: int, world_size: int) -> int:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import jax
@@ -20,6 +21,9 @@ ConvOrder = Literal["OHWI", "HWIO"]
 
 NUM_RESULTS = 4
 """Length of `R_RESULT`: loss sum, top-1 count, top-5 count, example count of one batch."""
+
+BUFFER_ALIGNMENT_BYTES = 256
+"""XLA aligns the buffers in an allocation to this on a GPU (its `kXlaAllocatedBufferAlignBytes` is a divisor)."""
 
 
 class Kind(enum.StrEnum):
@@ -65,7 +69,7 @@ class Group:
     """A contiguous buffer that one AllReduce sums.
 
     Attributes:
-        name: `deep` or `first`.
+        name: `deep` or `first`; with more groups `deep1`, `deep2`, ..., `first`.
         launch_after: the segment whose backward completes the group.
         regions: in memory order.
         size_elements: length of the buffer, alignment included.
@@ -94,6 +98,12 @@ class Plan:
     """All groups, in the order in which they are launched."""
 
     groups: tuple[Group, ...]
+
+    @property
+    def offsets_bytes(self) -> tuple[int, ...]:
+        """Start of each group in the one allocation that holds them all, one behind the other."""
+        aligned = (math.ceil(group.size_bytes / BUFFER_ALIGNMENT_BYTES) for group in self.groups[:-1])
+        return tuple(accumulate((blocks * BUFFER_ALIGNMENT_BYTES for blocks in aligned), initial=0))
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -159,6 +169,11 @@ def _tile(
     return Group(name, launch_after, tuple(regions), offset)
 
 
+def _group_names(number: int) -> list[str]:
+    """Returns deep1, deep2, ... and, for the last, first: it always waits for the first segment."""
+    return [f"deep{index}" for index in range(1, number)] + ["first"]
+
+
 def make_plan(
     params_shape: Mapping[str, Any],
     batch_stats_shape: Mapping[str, Any],
@@ -166,12 +181,14 @@ def make_plan(
     *,
     conv_order: ConvOrder = "OHWI",
     alignment_bytes: int = 4,
+    launches: Sequence[str] = (),
 ) -> Plan:
-    """Lays out all gradients, the results of the batch and the BatchNorm statistics in one or two groups.
+    """Lays out all gradients, the results of the batch and the BatchNorm statistics in groups.
 
-    `deep` holds the gradients of every segment between the first and the last, last layer first, then
-    `R_RESULT`. `first` holds normalisation, head and first-segment gradients, then the BatchNorm statistics.
-    A group without gradients vanishes, and what rides on it moves to the other.
+    Two groups by default: `deep` holds the gradients of every segment between the first and the last, last layer
+    first, `first` those of normalisation, head and first segment. With `launches` a gradient of any kind leaves
+    with the next launch after its segment's backward. `R_RESULT` ends the first group that is launched, the
+    BatchNorm statistics end the last. A group without gradients vanishes.
 
     Args:
         params_shape: `{segment: tree}` of float32 shapes, from `jax.eval_shape`.
@@ -179,10 +196,12 @@ def make_plan(
         segments: segment names in forward order (trees come back from JAX with sorted keys).
         conv_order: physical order of rank-4 kernels.
         alignment_bytes: every region starts at a multiple of this; 4 leaves no gap.
+        launches: segments after whose backward a group is launched, in any order; empty: the two groups. The
+            first segment ends a group in any case.
 
     Raises:
-        ValueError: a parameter is not float32, a tree names an unknown segment, there is no parameter, or the
-            alignment is not a multiple of 4 bytes.
+        ValueError: a parameter is not float32, a tree or a launch names an unknown segment, there is no
+            parameter, or the alignment is not a multiple of 4 bytes.
     """
     if alignment_bytes < 4 or alignment_bytes % 4:
         raise ValueError(f"alignment_bytes={alignment_bytes} is not a positive multiple of 4, the float32 size")
@@ -195,6 +214,9 @@ def make_plan(
             )
         if name.partition("/")[0] not in segments:
             raise ValueError(f"{name} belongs to no segment of the chain: {', '.join(segments)}")
+    for segment in launches:
+        if segment not in segments:
+            raise ValueError(f"launches: {segment} is no segment of the chain: {', '.join(segments)}")
     if not params:
         raise ValueError("the chain has no parameters: there is nothing to train")
 
@@ -202,41 +224,53 @@ def make_plan(
     # Readiness order: the backward reaches the last segment, and in it the last layer, first.
     ready = sorted(params, key=lambda name: (position[name.partition("/")[0]], _natural(name)), reverse=True)
     kinds = {name: _gradient_kind(name, set(params), segments[0], segments[-1]) for name in ready}
-    kind_order = list(Kind)
-    deep = [(name, kinds[name], tuple(params[name].shape)) for name in ready if kinds[name] is Kind.G_DEEP_CONV]
-    first = [(name, kinds[name], tuple(params[name].shape)) for name in ready if kinds[name] is not Kind.G_DEEP_CONV]
-    first.sort(key=lambda tensor: kind_order.index(tensor[1]))  # stable: readiness order within a kind
-
-    results = [("results", Kind.R_RESULT, (NUM_RESULTS,))]
-    statistics = [
-        (name, Kind.B_NEXT_MEAN if "mean" in name.rpartition("/")[2] else Kind.B_NEXT_VAR, tuple(leaf.shape))
-        for name, leaf in stats.items()
-    ]
-    statistics.sort(key=lambda tensor: kind_order.index(tensor[1]))
-    if deep and first:
-        tensors = {"deep": deep + results, "first": first + statistics}
+    if launches:
+        ends = sorted({position[segment] for segment in launches} | {0}, reverse=True)
+        group_of = {name: sum(end > position[name.partition("/")[0]] for end in ends) for name in ready}
     else:
-        tensors = {"deep" if deep else "first": deep + first + results + statistics}
-
+        group_of = {name: int(kinds[name] is not Kind.G_DEEP_CONV) for name in ready}
+    present = sorted(set(group_of.values()))
+    tensors = [[(name, kinds[name], tuple(params[name].shape)) for name in ready if group_of[name] == index]
+               for index in present]  # fmt: skip
+    tensors[0].append(("results", Kind.R_RESULT, (NUM_RESULTS,)))
+    for name, leaf in stats.items():
+        kind = Kind.B_NEXT_MEAN if "mean" in name.rpartition("/")[2] else Kind.B_NEXT_VAR
+        tensors[-1].append((name, kind, tuple(leaf.shape)))
+    names = _group_names(len(present)) if launches else [("deep", "first")[index] for index in present]
     groups = []
-    for group, members in tensors.items():
-        with_gradient = [position[name.partition("/")[0]] for name, _, _ in members if name in params]
-        launch_after = segments[min(with_gradient)]
-        groups.append(_tile(group, members, launch_after, conv_order, alignment_bytes // 4))
+    for name, members in zip(names, tensors, strict=True):
+        members.sort(key=lambda tensor: list(Kind).index(tensor[1]))  # stable: readiness order within a kind
+        last = min(position[tensor.partition("/")[0]] for tensor, _, _ in members if tensor in params)
+        groups.append(_tile(name, members, segments[last], conv_order, alignment_bytes // 4))
     return Plan(tuple(groups))
 
 
-def flatten(group: Group, leaves: Mapping[str, jax.Array]) -> jax.Array:
+def flatten(group: Group, leaves: Mapping[str, jax.Array], share: jax.Array | float = 1.0) -> jax.Array:
     """Returns the group's buffer, 1-D, with every region's tensor in its physical order at its offset.
 
-    On a GPU the concatenation writes straight into the buffer that the AllReduce works on.
+    On a GPU the concatenation writes straight into the buffer that the AllReduce works on, and casts on the way.
+
+    Args:
+        group: where the tensors go.
+        leaves: tensors by name.
+        share: weight of this device's BatchNorm statistics in the sum, float32, shape ().
     """
-    pieces, end = [], 0
+    gradients: list[jax.Array] = []
+    statistics: list[jax.Array] = []
+    end = 0
     for region in group.regions:
+        pieces = statistics if region.kind in (Kind.B_NEXT_MEAN, Kind.B_NEXT_VAR) else gradients
         pieces.append(jnp.zeros(region.offset_elements - end, group.dtype))
         pieces.append(leaves[region.name].transpose(region.physical_order).reshape(-1).astype(group.dtype))
         end = region.offset_elements + region.size_elements
-    pieces.append(jnp.zeros(group.size_elements - end, group.dtype))
+    padding = jnp.zeros(group.size_elements - end, group.dtype)
+    if not statistics:
+        return _concatenate([*gradients, padding])
+    # Weighted as one vector: XLA splits concatenations of more than 128 arrays, and would move the gradients twice.
+    return _concatenate([*gradients, _concatenate([*statistics, padding]) * share])
+
+
+def _concatenate(pieces: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([piece for piece in pieces if piece.size])
 
 

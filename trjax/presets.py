@@ -7,13 +7,15 @@ decay 1e-4); Goyal et al., 2017 (ImageNet: rate 0.1 x batch / 256, 5 epochs of w
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from trjax.config import Config, DataConfig, ModelConfig, OptimConfig, config_from_table, read_table
+
+Own = TypeVar("Own")
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,6 @@ def preset_config(name: str) -> Config:
     return PRESETS[name].config
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    run: Annotated[Config, tyro.conf.arg(name="")]
-    config: str = ""
-    """TOML file laid over the preset; options on the command line win over it."""
-
-
 def _base_config(arguments: Sequence[str]) -> Config:
     """Returns what the other options start from: a preset, a file over its preset, or the resumed run's own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -117,9 +112,25 @@ def _base_config(arguments: Sequence[str]) -> Config:
 
 
 def parse_config(arguments: Sequence[str], prog: str, purpose: str) -> Config:
-    """Returns the configuration that a command line asks for.
+    """Returns the configuration that a command line asks for, see `parse_options`."""
+    return parse_options(arguments, prog, purpose, _NoOptions())[0]
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    pass
+
+
+def parse_options(arguments: Sequence[str], prog: str, purpose: str, own: Own) -> tuple[Config, Own]:
+    """Returns the configuration that a command line asks for, and a command's own options.
 
     Later ones win: preset, `--config` file (or the config.toml of a resumed `--workdir`), options.
+
+    Args:
+        arguments: the command line.
+        prog: what the command is called.
+        purpose: what it does, for `--help`.
+        own: a frozen dataclass of the command's own options, with their defaults.
 
     Raises:
         ValueError: an unknown preset, a file that cannot be used, or an impossible combination.
@@ -127,5 +138,13 @@ def parse_config(arguments: Sequence[str], prog: str, purpose: str) -> Config:
     """
     presets = "\n".join(f"  {name}: {preset.expected}" for name, preset in PRESETS.items())
     description = f"{purpose}\n\nPresets, with the expected result:\n{presets}"
-    base = _Arguments(_base_config(arguments))
-    return tyro.cli(_Arguments, args=list(arguments), prog=prog, description=description, default=base).run
+    file = tyro.conf.arg(help="TOML file laid over the preset; options on the command line win over it.")
+    fields = [
+        ("own", Annotated[type(own), tyro.conf.arg(name="")]),
+        ("run", Annotated[Config, tyro.conf.arg(name="")]),
+        ("config", Annotated[str, file]),
+    ]
+    kind: Any = make_dataclass("Arguments", fields, frozen=True)
+    default = kind(own, _base_config(arguments), "")
+    given = tyro.cli(kind, args=list(arguments), prog=prog, description=description, default=default)
+    return given.run, given.own

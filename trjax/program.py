@@ -12,15 +12,19 @@ from jax.sharding import Mesh
 from trjax import collectives
 from trjax.chain import Chain
 from trjax.config import Config
+from trjax.cost import Machine, Topology, make_machine
 from trjax.data.augment import make_augment, normalise
 from trjax.data.batches import Batch
 from trjax.data.sources import DataSpec, describe
+from trjax.grouping import SegmentCost, choose_launches, predict_exposed, predict_segments
 from trjax.mesh import SPLIT, placement, split_batch
 from trjax.optim import make_optimizer
+from trjax.options import INIT_OPTIONS
 from trjax.plan import NUM_RESULTS, ConvOrder, Plan, make_plan
 from trjax.resnet import make_resnet
 from trjax.state import TrainState, init_state
-from trjax.step import INIT_COMPILER_OPTIONS, conv_order_of, make_evaluation, make_train_step, state_formats
+from trjax.step import conv_order_of, make_evaluation, make_train_step, state_formats
+from trjax.targets import target_of_device
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,41 @@ def shape_batch(spec: DataSpec, global_batch: int) -> Batch:
     return Batch(shape(np.uint8, *spec.image_shape), shape(np.int32), shape(np.float32), shape(np.int32))
 
 
-def plan_config(config: Config, conv_order: ConvOrder) -> Plan:
-    """Returns the plan of a configuration, without any device."""
+def machine_of(mesh: Mesh, link_gbytes: float = 0.0) -> Machine:
+    """Returns what the cost model takes the devices of a mesh for; one process is one host."""
+    hosts = len({device.process_index for device in mesh.devices.flat})
+    target = target_of_device(mesh.devices.flat[0].device_kind)
+    return make_machine(target, Topology(hosts, mesh.size // hosts), link_gbytes)
+
+
+def _segment_costs(
+    config: Config, chain: Chain, shapes: TrainState, spec: DataSpec, machine: Machine
+) -> tuple[SegmentCost, ...]:
+    local_batch = split_batch(config.global_batch, machine.topology.world_size)
+    return predict_segments(chain, shapes.params, shapes.batch_stats, spec.image_shape, local_batch, machine)
+
+
+def _make_plan(
+    config: Config, chain: Chain, shapes: TrainState, spec: DataSpec, machine: Machine, conv_order: ConvOrder
+) -> Plan:
+    launches: tuple[str, ...] = ()
+    if config.reducer == "auto":
+        launches = choose_launches(_segment_costs(config, chain, shapes, spec, machine), machine)
+    return make_plan(shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order, launches=launches)
+
+
+def compare_groupings(config: Config, machine: Machine, conv_order: ConvOrder) -> dict[str, tuple[Plan, float]]:
+    """Returns the plan of each reducer, and the exposed seconds that the cost model predicts for it."""
     spec = describe(config.data)
     chain = make_chain(config, spec)
     shapes = shape_state(chain, make_optimizer(config.optim), spec)
-    return make_plan(shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
+    costs = _segment_costs(config, chain, shapes, spec, machine)
+    found = {}
+    for reducer in ("two_group", "auto"):
+        plan = _make_plan(replace(config, reducer=reducer), chain, shapes, spec, machine, conv_order)
+        groups = [(group.launch_after, group.size_bytes) for group in plan.groups]
+        found[reducer] = plan, predict_exposed(costs, groups, machine)
+    return found
 
 
 def make_program(config: Config, mesh: Mesh, chain: Chain | None = None) -> Program:
@@ -111,7 +144,7 @@ def make_program(config: Config, mesh: Mesh, chain: Chain | None = None) -> Prog
     shapes = shape_state(chain, optimizer, spec, config.seed)
     platform = mesh.devices.flat[0].platform
     conv_order = conv_order_of(platform)
-    plan = make_plan(shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
+    plan = _make_plan(config, chain, shapes, spec, machine_of(mesh, config.link_gbytes), conv_order)
     formats = state_formats(mesh, shapes, conv_order)
     init = partial(init_state, chain, optimizer, spec.image_shape, config.seed)
     augment = make_augment(config.data, spec, config.seed)
@@ -124,7 +157,7 @@ def make_program(config: Config, mesh: Mesh, chain: Chain | None = None) -> Prog
         batch_shape=shape_batch(spec, config.global_batch),
         totals_shape=jax.ShapeDtypeStruct((mesh.size, NUM_RESULTS), np.float32),
         formats=formats,
-        init=jax.jit(init, out_shardings=formats, compiler_options=INIT_COMPILER_OPTIONS.get(platform)),
+        init=jax.jit(init, out_shardings=formats, compiler_options=INIT_OPTIONS.get(platform)),
         train_step=make_train_step(
             chain, plan, optimizer, augment, mesh, formats, global_batch=config.global_batch, seed=config.seed
         ),

@@ -19,21 +19,9 @@ from trjax.data.augment import Preprocess
 from trjax.data.batches import Batch
 from trjax.keys import stream_key
 from trjax.mesh import REPLICATED, SPLIT, placement
+from trjax.options import probe_options
 from trjax.plan import NUM_RESULTS, ConvOrder, Plan, physical_order, restore_leaves
 from trjax.state import TrainState
-
-COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
-    "cpu": {
-        # Barriers are gone when the CPU's combiner runs, and it would merge the two groups into one late one.
-        "xla_disable_hlo_passes": "cpu-all-reduce-combiner",
-        # CPU devices share the cores and so arrive far apart when a step is long.
-        "xla_cpu_collective_call_terminate_timeout_seconds": 600,
-    },
-}
-"""Options of the compiled step and evaluation, by platform."""
-
-INIT_COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {"cpu": {"xla_backend_optimization_level": 0}}
-"""Options of the initialisation: it runs once, and optimising its random bits takes longer than drawing them."""
 
 
 def conv_order_of(platform: str) -> ConvOrder:
@@ -66,12 +54,8 @@ def _update(
     reduced: dict[str, jax.Array],
     optimizer: optax.GradientTransformation,
     learning_rate: jax.Array,
-    global_batch: int,
 ) -> TrainState:
-    # 1 for a full batch; otherwise the sums over the devices become the mean of the real examples alone.
-    scale = global_batch / jnp.maximum(reduced["results"][3], 1)
-    scaled = {name: leaf * scale for name, leaf in reduced.items()}
-    gradients, batch_stats = restore_leaves(scaled, state.params), restore_leaves(scaled, state.batch_stats)
+    gradients, batch_stats = restore_leaves(reduced, state.params), restore_leaves(reduced, state.batch_stats)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, jax.tree.map(lambda update: -learning_rate * update, updates))
     return TrainState(params, batch_stats, opt_state, state.step + 1)
@@ -119,7 +103,7 @@ def make_train_step(
             global_batch=global_batch,
             key=jax.random.fold_in(key, collectives.device_index()),
         )
-        return _update(state, reduced, optimizer, learning_rate, global_batch), reduced["results"]
+        return _update(state, reduced, optimizer, learning_rate), reduced["results"]
 
     whole = placement(mesh, REPLICATED)
     return jax.jit(
@@ -129,7 +113,7 @@ def make_train_step(
         in_shardings=(formats, placement(mesh, SPLIT), whole, whole),
         out_shardings=(formats, whole),
         donate_argnums=0,
-        compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform),
+        compiler_options=probe_options(mesh).accepted,
     )
 
 
@@ -156,7 +140,7 @@ def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], 
     def reduce_totals(totals: jax.Array) -> jax.Array:
         return collectives.sum_results(totals[0])
 
-    compile_over = partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
+    compile_over = partial(jax.jit, compiler_options=probe_options(mesh).accepted)
     split, whole = placement(mesh, SPLIT), placement(mesh, REPLICATED)
     specs = (SPLIT, REPLICATED, REPLICATED, SPLIT)
     return (

@@ -7,7 +7,7 @@ from typing import Any
 
 from trjax.config import Config, config_from_table, config_to_toml, read_table
 
-_MAY_CHANGE = {"preset", "devices", "platform", "epochs", "log_every", "workdir", "data.root"}
+_MAY_CHANGE = {"preset", "devices", "platform", "epochs", "reducer", "link_gbytes", "log_every", "workdir", "data.root"}
 """Options that a resumed run may be given anew; another value of any other would make it another run."""
 
 

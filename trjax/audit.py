@@ -1,0 +1,240 @@
+"""A compiled step held against its plan: every collective, what it costs and hides behind, a verdict on each point.
+
+The kernels are those that the compiler chose without the device. Autotuning and a pass that orders collectives on
+the device may change them, but not the order that the dependencies force.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trjax.buffers import OTHER, STATISTICS, gradient_path, group_layout, group_of
+from trjax.compiled import Compiled
+from trjax.cost import Machine, predict_all_reduce, predict_kernel
+from trjax.operations import Operation
+from trjax.plan import Kind, Plan
+from trjax.timeline import Communication, Timeline, replay
+
+TOLERANCE_MS = 0.03
+"""Exposed time above what the dependencies force that is still called hidden: a few kernels."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the step. Times in milliseconds from its start.
+
+    Attributes:
+        group: of the plan; `statistics` of BatchNorm, or `other`.
+        bytes: that it reduces.
+        dtype: in which.
+        blocking: the kernels behind it wait, whatever they need.
+        ready_ms: when what it reduces is complete.
+        start_ms: when it starts.
+        comm_ms: how long it takes.
+        exposed_ms: how long the kernels wait for it.
+        hidden_behind: `convolutions` and other `kernels` issued while it runs, and their `ms`.
+    """
+
+    group: str
+    bytes: int
+    dtype: str
+    blocking: bool
+    ready_ms: float
+    start_ms: float
+    comm_ms: float
+    exposed_ms: float
+    hidden_behind: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The step in numbers; times are predicted, in milliseconds, of one device.
+
+    Attributes:
+        world_size: devices.
+        all_reduces: collectives of any kind.
+        blocking: of them, those that block.
+        comm_ms: time of all collectives.
+        exposed_ms: time in which kernels wait for collectives.
+        exposed_bound_ms: the least that the dependencies allow.
+        compute_ms: time of all kernels.
+        step_ms: from the first kernel to the end.
+        images_per_second: of all devices.
+        hbm_bytes: read and written in device memory by the kernels of one device.
+        hbm_bytes_per_image: the same for one example.
+        temp_bytes: device memory besides arguments and results.
+        kernels: kernels of one device.
+        transposes: kernels that reorder dims in memory.
+        gradient_transposes: of them, those between a gradient and its new parameter.
+        gather_copy_bytes: written to bring gradients together, beyond the one pass that fills the buffers.
+        contiguous: all gradient buffers lie in one allocation as the plan says; None where the compiler does not
+            tell, or nothing is reduced.
+        offsets_bytes: of the groups in their allocation.
+        graphs: CUDA graphs.
+        graph_launches: kernels and collectives in them.
+        launches: kernels and collectives outside.
+    """
+
+    world_size: int
+    all_reduces: int
+    blocking: int
+    comm_ms: float
+    exposed_ms: float
+    exposed_bound_ms: float
+    compute_ms: float
+    step_ms: float
+    images_per_second: float
+    hbm_bytes: int
+    hbm_bytes_per_image: float
+    temp_bytes: int
+    kernels: int
+    transposes: int
+    gradient_transposes: int
+    gather_copy_bytes: int
+    contiguous: bool | None
+    offsets_bytes: tuple[int, ...]
+    graphs: int
+    graph_launches: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One point: holds or not, and what was found."""
+
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All that is known of a compiled step."""
+
+    collectives: tuple[Collective, ...]
+    summary: Summary
+    verdicts: tuple[Verdict, ...]
+    timeline: Timeline
+
+    @property
+    def ok(self) -> bool:
+        """Every verdict is."""
+        return all(verdict.ok for verdict in self.verdicts)
+
+
+def _describe(communication: Communication) -> Collective:
+    operation, span = communication.span.operation, communication.span
+    convolutions = sum(kernel.operation.kind == "convolution" for kernel in communication.behind)
+    hidden = {
+        "convolutions": convolutions,
+        "kernels": len(communication.behind) - convolutions,
+        "ms": sum(kernel.seconds for kernel in communication.behind) * 1e3,
+    }
+    return Collective(
+        group_of(operation), operation.size_bytes, operation.dtype, communication.blocking, communication.ready * 1e3,
+        span.start * 1e3, span.seconds * 1e3, communication.exposed * 1e3, hidden,
+    )  # fmt: skip
+
+
+def _summarise(
+    compiled: Compiled, timeline: Timeline, plan: Plan | None, machine: Machine, global_batch: int
+) -> Summary:
+    kernels = [span.operation for span in timeline.kernels]
+    collectives = [communication.span.operation for communication in timeline.communications]
+    contiguous, offsets = group_layout(compiled, plan) if plan else (None, ())
+    gradient_transposes, gather_copy_bytes = gradient_path(compiled.operations)
+    hbm_bytes = sum(kernel.read_bytes + kernel.written_bytes for kernel in kernels)
+    return Summary(
+        world_size=machine.topology.world_size,
+        all_reduces=len(collectives),
+        blocking=sum(communication.blocking for communication in timeline.communications),
+        comm_ms=timeline.communication_seconds * 1e3,
+        exposed_ms=timeline.exposed_seconds * 1e3,
+        exposed_bound_ms=timeline.bound_seconds * 1e3,
+        compute_ms=timeline.compute_seconds * 1e3,
+        step_ms=timeline.step_seconds * 1e3,
+        images_per_second=global_batch / timeline.step_seconds,
+        hbm_bytes=hbm_bytes,
+        hbm_bytes_per_image=hbm_bytes * machine.topology.world_size / global_batch,
+        temp_bytes=compiled.temp_bytes,
+        kernels=len(kernels),
+        transposes=sum(kernel.transposes for kernel in kernels),
+        gradient_transposes=gradient_transposes,
+        gather_copy_bytes=gather_copy_bytes,
+        contiguous=contiguous,
+        offsets_bytes=offsets,
+        graphs=compiled.graphs,
+        graph_launches=compiled.graph_launches,
+        launches=compiled.launches,
+    )
+
+
+def _statistics_bytes(plan: Plan, synchronised: bool) -> Counter[int]:
+    """Returns how many AllReduces of which size synchronised BatchNorm needs: one a layer and direction."""
+    sizes: Counter[int] = Counter()
+    for region in plan.regions:
+        if synchronised and region.kind is Kind.B_NEXT_MEAN:
+            sizes.update((4 * (2 * region.size_elements + 1), 4 * 2 * region.size_elements))
+    return sizes
+
+
+def _judge(
+    collectives: Sequence[Collective], summary: Summary, plan: Plan, synchronised: bool, dropped: Sequence[str]
+) -> Iterator[Verdict]:
+    """Yields a verdict on each point that the plan and the recipe promise."""
+    groups = [collective for collective in collectives if collective.group not in (STATISTICS, OTHER)]
+    found, planned = ([(group.name, group.size_bytes) for group in plan.groups],
+                      [(group.group, group.bytes) for group in groups])  # fmt: skip
+    yield Verdict(
+        found == planned if groups or summary.world_size > 1 else True,
+        "AllReduces are those of the plan: " + (", ".join(f"{name} {size:,} bytes" for name, size in found) or "none"),
+    )
+    others = Counter(collective.bytes for collective in collectives if collective not in groups)
+    statistics = _statistics_bytes(plan, synchronised)
+    yield Verdict(
+        others == statistics or summary.world_size == 1,
+        f"others: {others.total()}, {statistics.total()} of BatchNorm's expected",
+    )
+    blocking = [group.group for group in groups if group.blocking]
+    yield Verdict(not blocking, f"blocking groups: {', '.join(blocking) or 'none'}")
+    exposed = sum(group.exposed_ms for group in groups)
+    allowed = summary.exposed_bound_ms + TOLERANCE_MS
+    yield Verdict(exposed <= allowed, f"groups exposed: {exposed:.3f} ms, at most {allowed:.3f}")
+    yield Verdict(summary.gradient_transposes == 0, f"transposes of gradients: {summary.gradient_transposes}")
+    yield Verdict(summary.gather_copy_bytes == 0, f"copies to gather gradients: {summary.gather_copy_bytes:,} bytes")
+    if summary.contiguous is not None:
+        offsets = ", ".join(f"{offset:,}" for offset in summary.offsets_bytes) or "not in place"
+        yield Verdict(summary.contiguous, f"one allocation, at the plan's offsets: {offsets}")
+    yield Verdict(not dropped, f"compile options dropped: {', '.join(dropped) or 'none'}")
+
+
+def audit(
+    compiled: Compiled,
+    machine: Machine,
+    global_batch: int,
+    plan: Plan | None = None,
+    *,
+    synchronised: bool = False,
+    dropped: Sequence[str] = (),
+) -> Audit:
+    """Replays a compiled step on a machine, and holds it against its plan.
+
+    Args:
+        compiled: the step.
+        machine: what it is to run on.
+        global_batch: examples over all devices.
+        plan: that it was made from; without one there is nothing to judge.
+        synchronised: BatchNorm's statistics are reduced in forward and backward (`bn=sync`).
+        dropped: compile options that the compiler did not know.
+    """
+
+    def cost(operation: Operation) -> float:
+        if operation.collective:
+            return predict_all_reduce(operation.size_bytes, machine)
+        size_bytes = operation.read_bytes + operation.written_bytes
+        return predict_kernel(size_bytes, operation.flops, operation.dtype, machine.target)
+
+    timeline = replay(compiled.operations, cost)
+    collectives = tuple(_describe(communication) for communication in timeline.communications)
+    summary = _summarise(compiled, timeline, plan, machine, global_batch)
+    verdicts = tuple(_judge(collectives, summary, plan, synchronised, dropped)) if plan else ()
+    return Audit(collectives, summary, verdicts, timeline)

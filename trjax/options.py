@@ -1,0 +1,80 @@
+"""Compile options by platform: one place, probed once, the same for `trjax.train` and `trjax.explain`."""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from trjax.mesh import REPLICATED, placement
+
+Options = dict[str, Any]
+
+_BY_PLATFORM: dict[str, Options] = {
+    "cpu": {
+        # Barriers are gone when the CPU's combiner runs, and it would merge the groups into one late AllReduce.
+        "xla_disable_hlo_passes": "cpu-all-reduce-combiner",
+        # CPU devices share the cores and so arrive far apart when a step is long.
+        "xla_cpu_collective_call_terminate_timeout_seconds": 600,
+    },
+    "gpu": {
+        # The default on Hopper, not on Ampere: without it every collective blocks.
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # The scheduler works from the end of the program; these two let a group start where it is complete.
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+        "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+        # Groups are chosen by the plan; the combiner's threshold of 30 MiB would merge small ones.
+        "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+        # All AllReduce buffers in one allocation of their own, which NCCL registers once.
+        "xla_gpu_enable_nccl_user_buffers": True,
+        # XLA's defaults, and with them convolutions and collectives: the whole step replays as CUDA graphs.
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONVOLUTION,COLLECTIVES",
+    },
+}
+
+INIT_OPTIONS: dict[str, Options] = {"cpu": {"xla_backend_optimization_level": 0}}
+"""Options of the initialisation: it runs once, and optimising its random bits takes longer than drawing them."""
+
+
+@dataclass(frozen=True)
+class CompilerOptions:
+    """What a platform's compiler is told.
+
+    Attributes:
+        accepted: options and values, for `jax.jit`.
+        dropped: options that this version of the compiler does not know.
+    """
+
+    accepted: Options
+    dropped: tuple[str, ...]
+
+
+@cache
+def probe_options(mesh: Mesh, wanted: tuple[tuple[str, bool | int | str], ...] = ()) -> CompilerOptions:
+    """Returns the options of the mesh's platform that its compiler knows, found by compiling next to nothing.
+
+    Options come and go between versions of XLA, and an unknown one is an error.
+
+    Args:
+        mesh: the devices; those of a topology description will do.
+        wanted: options to probe in place of the platform's own.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the compiler fails for another reason.
+    """
+    accepted: Options = dict(wanted) or dict(_BY_PLATFORM.get(mesh.devices.flat[0].platform, {}))
+    dropped: list[str] = []
+    nothing = jax.jit(lambda x: x, in_shardings=placement(mesh, REPLICATED)).lower(jax.ShapeDtypeStruct((), "float32"))
+    while True:
+        try:
+            nothing.compile(accepted)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = re.search(r"(?:No such compile option: '|setting option )(\w+)", str(error))
+            if unknown is None or unknown.group(1) not in accepted:
+                raise
+            dropped.append(unknown.group(1))
+            del accepted[dropped[-1]]
+        else:
+            return CompilerOptions(accepted, tuple(dropped))
