@@ -17,6 +17,9 @@ from trjax.timeline import Communication, Timeline, replay
 
 TOLERANCE_MS = 0.03
 """Exposed time above what the dependencies force that is still called hidden: a few kernels."""
+GATHER_SHARE = 0.01
+"""Share of the gradients that may be moved once more than needed: XLA splits a concatenation of more than 128 arrays,
+and with more than 60 BatchNorms in a group their vectors go through a buffer of their own."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,9 @@ def _judge(
     allowed = summary.exposed_bound_ms + TOLERANCE_MS
     yield Verdict(exposed <= allowed, f"groups exposed: {exposed:.3f} ms, at most {allowed:.3f}")
     yield Verdict(summary.gradient_transposes == 0, f"transposes of gradients: {summary.gradient_transposes}")
-    yield Verdict(summary.gather_copy_bytes == 0, f"copies to gather gradients: {summary.gather_copy_bytes:,} bytes")
+    allowed_bytes = int(GATHER_SHARE * sum(group.size_bytes for group in plan.groups))
+    gathered = f"copies to gather gradients: {summary.gather_copy_bytes:,} bytes, at most {allowed_bytes:,}"
+    yield Verdict(summary.gather_copy_bytes <= allowed_bytes, gathered)
     if summary.contiguous is not None:
         offsets = ", ".join(f"{offset:,}" for offset in summary.offsets_bytes) or "not in place"
         yield Verdict(summary.contiguous, f"one allocation, at the plan's offsets: {offsets}")

@@ -52,32 +52,33 @@ def gradient_path(operations: Iterable[Operation]) -> tuple[int, int]:
     return sum(operation.transposes for operation in path.values()), superfluous
 
 
-def _place(buffers: Iterable[Buffer], operations: Iterable[Operation]) -> tuple[tuple[int, int], ...] | None:
-    """Returns allocation and offset of each collective's buffer; None unless every one works in place."""
-    places: dict[str, set[tuple[int, int]]] = {}
-    collectives = [operation for operation in operations if operation.collective]
+def _places(buffers: Iterable[Buffer], operations: Iterable[Operation]) -> dict[str, set[tuple[int, int]]]:
+    """Returns allocation and offset of what each collective reads and writes: one place if it works in place."""
+    owner: dict[str, Operation] = {}
+    for operation in operations:
+        owner |= dict.fromkeys((operation.name, f"{operation.name}{{1}}", *operation.depends_on), operation)
+    places: dict[str, set[tuple[int, int]]] = {operation.name: set() for operation in owner.values()}
     for buffer in buffers:
-        for operation in collectives:
-            own = {operation.name, f"{operation.name}{{1}}", *operation.depends_on}
-            if buffer.name in own and buffer.size_bytes == operation.size_bytes:
-                places.setdefault(operation.name, set()).add((buffer.allocation, buffer.offset_bytes))
-    found = [places.get(operation.name, set()) for operation in collectives]
-    return tuple(place for (place,) in found) if all(len(place) == 1 for place in found) else None
+        used_by = owner.get(buffer.name)
+        if used_by and buffer.size_bytes == used_by.size_bytes:
+            places[used_by.name].add((buffer.allocation, buffer.offset_bytes))
+    return places
 
 
 def group_layout(compiled: Compiled, plan: Plan) -> tuple[bool | None, tuple[int, ...]]:
-    """Returns whether the groups alone lie in one allocation, in place and as planned, and at which offsets.
+    """Returns whether the groups lie in one allocation, in place and as planned, and at which offsets.
 
-    None where the compiler does not tell, or nothing is reduced.
+    Nothing but collectives may use the allocation. None where the compiler does not tell, or nothing is reduced.
     """
-    groups = [operation for operation in compiled.operations if operation.collective]
-    groups = [operation for operation in groups if group_of(operation) not in (STATISTICS, OTHER)]
+    collectives = [operation for operation in compiled.operations if operation.collective]
+    groups = [operation.name for operation in collectives if group_of(operation) not in (STATISTICS, OTHER)]
     if not compiled.buffers or not groups:
         return None, ()
-    places = _place(compiled.buffers, groups)
-    if places is None:
+    places = _places(compiled.buffers, collectives)
+    if any(len(places[name]) != 1 for name in groups):
         return False, ()
-    offsets = tuple(offset for _, offset in places)
-    allocations = {allocation for allocation, _ in places}
-    others = {buffer.offset_bytes for buffer in compiled.buffers if buffer.allocation in allocations} - set(offsets)
-    return len(allocations) == 1 and not others and offsets == plan.offsets_bytes, offsets
+    allocations, offsets = zip(*(place for name in groups for place in places[name]), strict=True)
+    used = set().union(*places.values())
+    alone = all((buffer.allocation, buffer.offset_bytes) in used
+                for buffer in compiled.buffers if buffer.allocation in allocations)  # fmt: skip
+    return len(set(allocations)) == 1 and alone and offsets == plan.offsets_bytes, offsets

@@ -82,7 +82,7 @@ def predict_segments(
     x: Any = jax.ShapeDtypeStruct((local_batch, *image_shape), jnp.float32)
     mask, key = jax.ShapeDtypeStruct((local_batch,), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
     for name, module in chain.items():
-        forward = partial(apply_segment, module, train=True)
+        forward = partial(apply_segment, module, train=False)  # as in evaluation: no statistics to share
         trace = jax.make_jaxpr(forward, return_shape=True)
         jaxpr, (x, _) = trace(params[name], batch_stats[name], x, mask=mask, key=key)
         seconds = sum(_backward_seconds(equation, machine) for equation in _equations(jaxpr.jaxpr))

@@ -101,9 +101,12 @@ class Plan:
 
     @property
     def offsets_bytes(self) -> tuple[int, ...]:
-        """Start of each group in the one allocation that holds them all, one behind the other."""
-        aligned = (math.ceil(group.size_bytes / BUFFER_ALIGNMENT_BYTES) for group in self.groups[:-1])
-        return tuple(accumulate((blocks * BUFFER_ALIGNMENT_BYTES for blocks in aligned), initial=0))
+        """Start of each group in the one allocation that holds them all: the largest first, as XLA packs them."""
+        packed = sorted(self.groups, key=lambda group: -group.size_bytes)
+        blocks = (math.ceil(group.size_bytes / BUFFER_ALIGNMENT_BYTES) for group in packed)
+        starts = accumulate((count * BUFFER_ALIGNMENT_BYTES for count in blocks), initial=0)
+        offset = {group.name: start for group, start in zip(packed, starts, strict=False)}
+        return tuple(offset[group.name] for group in self.groups)
 
     @property
     def regions(self) -> tuple[Region, ...]:

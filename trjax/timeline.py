@@ -141,7 +141,8 @@ def _bound(operations: Sequence[Operation], cost: Cost) -> float:
 
     The collectives from the i-th to the k-th cannot begin before the kernels that the i-th needs are done, nor end
     after those begin that need the k-th. If these kernels and the transfers take longer than all kernels together,
-    the compute stream is idle for the difference at least.
+    the compute stream is idle for the difference at least. And while a collective runs, only kernels can run that
+    neither need it nor are needed by it: what they cannot fill adds up over the collectives.
     """
     needs = _reach(operations)
     seconds = [0.0 if operation.collective or operation.kind == "done" else cost(operation) for operation in operations]
@@ -151,7 +152,10 @@ def _bound(operations: Sequence[Operation], cost: Cost) -> float:
         for other, operation in enumerate(operations):
             before[place] += seconds[other] * (needs[collective.name] >> other & 1)
             after[place] += seconds[other] * (needs[operation.name] >> index & 1)
-    compute, bound = sum(seconds), 0.0
+    compute = sum(seconds)
+    alone = (cost(collective) - (compute - before[place] - after[place])
+             for place, (_, collective) in enumerate(collectives))  # fmt: skip
+    bound = sum(max(0.0, rest) for rest in alone)
     for first in range(len(collectives)):
         transfer = 0.0
         for last in range(first, len(collectives)):
