@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
-_ARRAY = re.compile(r"([a-z]+[0-9a-z]*)\[([0-9,<=]*)\](?:\{([0-9,]*)[^}]*\})?|token\[\]")
+_BITS = {"pred": 8, "bf16": 16, "opaque": 0}
+_ARRAY = re.compile(r"([a-z]+[0-9a-z]*)\[([0-9,<=]*)\](?:\{([0-9,]*)[^}]*\})?")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _ASSIGNMENT = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -132,7 +132,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     for dtype, dims, order in _ARRAY.findall(text):
         sizes = tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim)
         minor = tuple(int(dim) for dim in order.split(",") if dim) if order else tuple(reversed(range(len(sizes))))
-        if dtype:
+        if dtype != "token":
             shapes.append(Shape(dtype, sizes, minor))
     return tuple(shapes)
 

@@ -61,8 +61,8 @@ def _collective_of(module: Module, instruction: Instruction) -> str:
         return base
     if base in ("async", "fusion", "call"):
         for inner in module.reached(instruction):
-            if inner.opcode in _COLLECTIVES:
-                return inner.opcode
+            if (opcode := inner.opcode.removesuffix("-start")) in _COLLECTIVES:
+                return opcode
         if _ONE_KERNEL_MARK in instruction.attributes:
             return "all-reduce"
     return ""
@@ -80,7 +80,9 @@ def _window_flops(result: Shape, image: Shape, kernel: Shape, attributes: str, t
     else:
         output, weights = result, kernel
     features = weights.dims[labels.group(2).index("o")]
-    return 2.0 * output.size_elements * weights.size_elements / features
+    dilated = re.search(r"lhs_dilate=([\dx]+)", attributes)  # the zeros between the rows of a strided gradient
+    zeros = math.prod(map(int, dilated.group(1).split("x"))) if dilated else 1
+    return 2.0 * output.size_elements * weights.size_elements / (features * zeros)
 
 
 def _matmul_flops(result: Shape, left: Shape, attributes: str) -> float:
@@ -151,7 +153,7 @@ def _results(body: tuple[Instruction, ...], local: dict[str, Instruction]) -> It
             yield inner
 
 
-def _transposes(instruction: Instruction, body: tuple[Instruction, ...]) -> bool:
+def _transposes(instruction: Instruction, body: tuple[Instruction, ...], defined: dict[str, Instruction]) -> bool:
     """Tells whether a kernel reorders dims; a transposition that moves nothing is printed as a bitcast."""
     local = {inner.name: inner for inner in body}
 
@@ -161,7 +163,7 @@ def _transposes(instruction: Instruction, body: tuple[Instruction, ...]) -> bool
         source = of.get(inner.operands[0]) if inner.opcode == "copy" and inner.operands else None
         return source is not None and source.shapes[0].minor_to_major != inner.shapes[0].minor_to_major
 
-    return any(reorders(inner, local) for inner in body) or reorders(instruction, {})
+    return any(reorders(inner, local) for inner in body) or reorders(instruction, defined)
 
 
 _MOVES = _FREE | _VIEWS | {"copy", "concatenate", "slice", "dynamic-slice", "dynamic-update-slice", "transpose", "pad"}
@@ -191,7 +193,7 @@ def _make(
     kinds = [found for found, _ in work if found != "kernel"]
     return Operation(
         name, kinds[0] if kinds else "kernel", source, read, written, sum(flops for _, flops in work), first, before,
-        _transposes(instruction, body), _moves_only(instruction, body),
+        _transposes(instruction, body, defined), _moves_only(instruction, body),
     )  # fmt: skip
 
 

@@ -1,0 +1,90 @@
+"""The audit of steps compiled for two H100s that are not here; each planted fault turns a verdict."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import one_block_chain, tiny_config
+
+from trjax import collectives, program, step
+from trjax.audit import Audit, audit
+from trjax.compiled import compile_lowered
+from trjax.figures import draw_timeline
+from trjax.mesh import make_topology_mesh
+from trjax.program import lower_step, machine_of, make_program
+from trjax.targets import TARGETS, compile_config
+
+VERDICTS = ("AllReduces", "others", "blocking", "exposed", "transposes", "copies", "one allocation", "options")
+
+
+def audited(world_size: int = 2, dropped: tuple[str, ...] = (), **changes: Any) -> Audit:
+    config = tiny_config(precision="bfloat16", **changes)
+    synchronised = config.bn == "sync"
+    mesh = make_topology_mesh(compile_config(TARGETS["h100"]), 1, world_size)
+    chain = one_block_chain(collectives.sum_moments if synchronised else None, "bfloat16")
+    made = make_program(config, mesh, chain)
+    compiled = compile_lowered(lower_step(made))
+    return audit(compiled, machine_of(mesh), config.global_batch, made.plan, synchronised=synchronised, dropped=dropped)
+
+
+def failed(found: Audit) -> list[str]:
+    return [next(name for name in VERDICTS if name in verdict.text) for verdict in found.verdicts if not verdict.ok]
+
+
+@pytest.mark.fast
+def test_two_groups_are_as_planned(tmp_path: Any) -> None:
+    found = audited()
+    assert failed(found) == []
+    assert [(row.group, row.dtype, row.blocking) for row in found.collectives] == [
+        ("deep", "f32", False),
+        ("first", "f32", False),
+    ]
+    summary = found.summary
+    assert (summary.all_reduces, summary.blocking, summary.contiguous) == (2, 0, True)
+    assert summary.offsets_bytes == (0, 3840)  # deep takes 3600 bytes, and buffers start at multiples of 256
+    assert summary.step_ms == pytest.approx(summary.compute_ms + summary.exposed_ms)
+    assert summary.images_per_second == pytest.approx(24e3 / summary.step_ms)
+    # one CUDA graph replays the whole step
+    assert (summary.graphs, summary.graph_launches, summary.launches) == (1, summary.kernels + 2, 0)
+    draw_timeline(tmp_path / "timeline.png", "title", found.timeline)
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def test_statistics_take_one_all_reduce_a_normalisation_and_direction() -> None:
+    found = audited(bn="sync")
+    assert failed(found) == []
+    statistics = sorted(row.bytes for row in found.collectives if row.group == "statistics")
+    channels = [4, 8, 8, 8]
+    assert statistics == sorted([4 * (2 * c + 1) for c in channels] + [4 * 2 * c for c in channels])
+
+
+def test_one_device_reduces_nothing() -> None:
+    found = audited(1)
+    assert failed(found) == []
+    assert (found.collectives, found.summary.contiguous) == ((), None)
+
+
+def double_sum(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
+    return jax.lax.psum(jax.lax.pcast(jax.lax.psum(buffer, "data"), "data", to="varying"), "data")
+
+
+def in_parts(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
+    return jnp.concatenate([jax.lax.psum(buffer[:-1], "data"), jax.lax.psum(buffer[-1:], "data")])
+
+
+def in_half(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
+    return jax.lax.psum(buffer.astype(jnp.bfloat16), "data").astype(jnp.float32)
+
+
+@pytest.mark.parametrize("fault", [double_sum, in_parts, in_half])
+def test_other_all_reduces_than_planned_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "sum_group", fault)
+    found = failed(audited())
+    assert {"AllReduces", "one allocation"} <= set(found)
+    assert ("blocking" in found) == (fault is double_sum)
+
+
+def test_parameters_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "state_formats", lambda mesh, state, order: step.state_formats(mesh, state, "HWIO"))
+    assert failed(audited(dropped=("xla_gone",))) == ["transposes", "options"]

@@ -1,0 +1,53 @@
+from helpers import tiny_program
+
+from trjax.compiled import Buffer, compile_lowered, count_launches, parse_buffers
+from trjax.program import lower_step
+
+# jax 0.12 prints the page, and leaves out a value that shares another's place.
+ASSIGNMENT = """BufferAssignment:
+allocation 7: size 1200, color 7, page 0, preallocated-temp:
+ value: <5840 fill.1 @7> (size=1000,offset=0): f32[250]{0:S(7)}
+ value: <5841 start{1} @0> (size=176,offset=1024): f32[44]{0:S(7)}
+allocation 8: size 16, thread-local:
+ value: <141 sum.5 @0> (size=4,offset=8): f32[]
+"""
+
+THUNKS = """000: kCustomKernel [source] first
+001: kCommandBuffer [prev=000]
+    002: kCustomKernel [source] inside
+    003: kAsyncStart [prev=002]
+        004: kAllReduce
+    005: kAsyncDone
+    006: kConvolution
+007: kCopy [prev=001] outside
+008: kCommandBuffer
+    009: kGemm
+"""
+
+
+def test_buffers_worked_by_hand() -> None:
+    assert parse_buffers(ASSIGNMENT.splitlines()) == (
+        Buffer("fill.1", 7, 0, 1000),
+        Buffer("start{1}", 7, 1024, 176),
+        Buffer("sum.5", 8, 8, 4),
+    )
+
+
+def test_launches_worked_by_hand() -> None:
+    assert count_launches(THUNKS.splitlines()) == (2, 4, 2)
+    assert count_launches([]) == (0, 0, 0)
+
+
+def test_reads_the_step_of_the_devices_here() -> None:
+    program = tiny_program(2)
+    compiled = compile_lowered(lower_step(program))
+    reduced = [operation for operation in compiled.operations if operation.collective]
+    assert [operation.size_bytes for operation in reduced] == [group.size_bytes for group in program.plan.groups]
+    assert {operation.kind for operation in reduced} == {"blocking"}  # a rendezvous of CPU devices
+    assert [operation.source.split("/")[-2] for operation in reduced] == ["all_reduce_deep", "all_reduce_first"]
+    assert compiled.argument_bytes > 0
+    assert compiled.temp_bytes > 0
+    flops = sum(operation.flops for operation in compiled.operations)
+    # Three products for each convolution (the first has no input gradient) and for the classifier, 12 images a device.
+    forward = {"stem": 64 * 4 * 27, "shortcut": 16 * 8 * 4, "layer1": 16 * 8 * 36, "layer2": 16 * 8 * 72, "head": 80}
+    assert flops == 2 * 12 * (3 * sum(forward.values()) - forward["stem"])
