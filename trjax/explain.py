@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
+from matplotlib.backend_bases import FigureCanvasBase
 
 from trjax.audit import Audit, audit
 from trjax.compiled import Compiled, compile_lowered
@@ -153,6 +154,16 @@ def _prepare(config: Config, options: StepOptions) -> Mesh:
     return make_topology_mesh(compile_config(target), topology.hosts, topology.gpus_per_host)
 
 
+def _check_outputs(options: StepOptions) -> None:
+    """Raises ValueError for a file that could not be written, before the long compilation."""
+    for name in filter(None, (options.hlo, options.json, options.figure)):
+        if not Path(name).parent.is_dir():
+            raise ValueError(f"{name}: its folder does not exist")
+    endings = FigureCanvasBase.get_supported_filetypes()
+    if options.figure and Path(options.figure).suffix.removeprefix(".") not in endings:
+        raise ValueError(f"figure={options.figure}: its ending must be one of {', '.join(sorted(endings))}")
+
+
 def _write(options: StepOptions, title: str, compiled: Compiled, found: Audit) -> None:
     if options.hlo:
         Path(options.hlo).write_text(compiled.text, encoding="utf-8")
@@ -167,6 +178,7 @@ def explain_step(arguments: Sequence[str]) -> int:
     """Compiles the train step, prints what it holds, and returns the exit code."""
     prog, purpose = "python -m trjax.explain step", "Compile the train step and show what it holds."
     config, options = parse_options(arguments, prog, purpose, StepOptions())
+    _check_outputs(options)
     mesh = _prepare(config, options)
     machine = machine_of(mesh, config.link_gbytes)
     if not options.attached:

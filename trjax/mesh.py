@@ -1,6 +1,7 @@
 """Devices to mesh: which devices a run uses, the one axis over them, and the two ways to place arrays."""
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ REPLICATED = PartitionSpec()
 """The whole array on every device."""
 
 _MAX_DEVICES = 4096
+_COLLECTIVE_MEMORY_MB = 1024  # the buffers of 268 million float32 gradients; ResNet-152 takes 241 MB
 _DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
 
 
@@ -53,7 +55,8 @@ def parse_devices(spec: str) -> tuple[int, ...]:
 def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str) -> None:
     """Selects the platform before JAX's first use, and on the CPU makes as many devices as named.
 
-    Without an NVIDIA driver the CUDA plugin is never asked, so that it does not log its failure.
+    Without an NVIDIA driver the CUDA plugin is never asked, so that it does not log its failure. With one, room for
+    the AllReduce buffers is set aside on every GPU, `XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB`.
 
     Raises:
         ValueError: `platform` is cuda and there is no NVIDIA driver, or `devices` is malformed.
@@ -66,6 +69,8 @@ def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str) -> No
     if platform == "auto" and not chosen:
         platform = "cuda" if has_driver else "cpu"
     with contextlib.suppress(RuntimeError):  # devices exist already: `make_mesh` says how many
+        if has_driver:
+            os.environ.setdefault("XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB", str(_COLLECTIVE_MEMORY_MB))
         if platform != "auto":
             chosen = platform
             jax.config.update("jax_platforms", platform)

@@ -21,6 +21,7 @@ from trjax.data.batches import count_batches, eval_batches, train_batches
 from trjax.data.sources import Source, load
 from trjax.mesh import make_mesh, start_platform
 from trjax.optim import make_learning_rates
+from trjax.options import probe_options
 from trjax.presets import parse_config
 from trjax.program import Program, compile_program, make_program
 from trjax.records import Display, Meter, Record, append_metrics, make_record, open_display, trim_metrics
@@ -201,6 +202,8 @@ def train(config: Config, chain: Chain | None = None) -> Summary:
         if start_step:
             display.say(f"resumed at step {start_step} of {end_step}")
         if start_step < end_step:
+            if dropped := probe_options(mesh).dropped:
+                display.say(f"compile options that this jax does not know, left out: {', '.join(dropped)}")
             display.say("compiling ...")
             rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
             compiled = compile_program(program)

@@ -1,0 +1,115 @@
+"""What the steps of the presets compile to, for machines that are not here: the numbers that the README states.
+
+Each compiles for half a minute or more. Two run with the suite, the others with `-m slow`.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from trjax.audit import Audit, audit
+from trjax.compiled import compile_lowered
+from trjax.config import ModelConfig
+from trjax.cost import make_machine, parse_topology
+from trjax.mesh import make_topology_mesh
+from trjax.options import probe_options
+from trjax.presets import preset_config
+from trjax.program import lower_step, make_program
+from trjax.targets import compile_config, find_target
+
+IMAGES_PER_GPU = 256
+HIDDEN_MS = 0.03
+SLOW_LINK_MS = 0.1
+
+
+@cache
+def audited(
+    preset: str = "imagenet-resnet50", target: str = "h100", topology: str = "1x8", arch: str = "", **changes: Any
+) -> Audit:
+    shape, gpu = parse_topology(topology), find_target(target)
+    config = replace(preset_config(preset), global_batch=IMAGES_PER_GPU * shape.world_size, **changes)
+    config = replace(config, model=ModelConfig(arch=arch)) if arch else config  # type: ignore[arg-type]
+    mesh = make_topology_mesh(compile_config(gpu), shape.hosts, shape.gpus_per_host)
+    made = make_program(config, mesh)
+    compiled = compile_lowered(lower_step(made))
+    machine = make_machine(gpu, shape, config.link_gbytes)
+    return audit(
+        compiled, machine, config.global_batch, made.plan,
+        synchronised=config.bn == "sync", dropped=probe_options(mesh).dropped,
+    )  # fmt: skip
+
+
+def assert_ok(found: Audit) -> None:
+    assert [verdict.text for verdict in found.verdicts if not verdict.ok] == []
+
+
+def test_resnet50_on_eight_h100() -> None:
+    found = audited()
+    assert_ok(found)
+    assert [(row.group, row.bytes) for row in found.collectives] == [("deep", 93_782_032), ("first", 8_658_592)]
+    summary = found.summary
+    assert (summary.all_reduces, summary.blocking, summary.gather_copy_bytes) == (2, 0, 0)
+    assert summary.exposed_ms <= HIDDEN_MS
+    assert summary.transposes <= 35
+    assert summary.gradient_transposes == 0
+    assert summary.kernels <= 720  # 696 were seen, 1515 with one AllReduce a leaf
+    assert summary.launches == 0  # all of it in one CUDA graph
+    assert summary.temp_bytes < 11.5e9
+    assert summary.hbm_bytes_per_image < 0.4e9
+    # Each convolution runs once forward and twice backward, but for the stem's input: 24.3 GFLOP an image.
+    flops = sum(span.operation.flops for span in found.timeline.kernels)
+    assert flops / IMAGES_PER_GPU == pytest.approx(24.3e9, rel=0.01)
+
+
+def test_resnet50_hides_behind_a_slow_link_with_groups_chosen_for_it() -> None:
+    found = audited(topology="64x1", reducer="auto", link_gbytes=10.0)
+    assert_ok(found)
+    assert len(found.collectives) == 4
+    assert found.summary.comm_ms > 20
+    assert found.summary.exposed_ms <= SLOW_LINK_MS
+
+
+@pytest.mark.slow
+def test_resnet50_over_a_network_of_40_gbytes() -> None:
+    found = audited(topology="64x1", reducer="auto", link_gbytes=40.0)
+    assert_ok(found)
+    assert found.summary.exposed_ms <= SLOW_LINK_MS
+
+
+@pytest.mark.slow
+def test_synchronised_batchnorm_leaves_the_groups_hidden() -> None:
+    found = audited(bn="sync")
+    assert_ok(found)
+    groups = [row for row in found.collectives if row.group != "statistics"]
+    assert [(row.group, row.blocking) for row in groups] == [("deep", False), ("first", False)]
+    assert sum(row.exposed_ms for row in groups) <= HIDDEN_MS
+    assert len(found.collectives) == 2 + 2 * 53
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["resnet18", "resnet34", "resnet101", "resnet152"])
+def test_other_depths(arch: str) -> None:
+    assert_ok(audited(arch=arch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["cifar10-resnet20", "cifar10-resnet56", "cifar10-resnet18"])
+def test_small_groups_are_not_merged(preset: str) -> None:
+    found = audited(preset)
+    assert_ok(found)
+    assert len(found.collectives) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "topology"), [("a100", "1x8"), ("h200", "1x8"), ("b200", "1x8"), ("h100", "2x8")])
+def test_other_machines(target: str, topology: str) -> None:
+    assert_ok(audited(target=target, topology=topology))
+
+
+@pytest.mark.slow
+def test_one_gpu_reduces_nothing() -> None:
+    found = audited(topology="1x1")
+    assert_ok(found)
+    assert found.collectives == ()
