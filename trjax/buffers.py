@@ -68,17 +68,15 @@ def _places(buffers: Iterable[Buffer], operations: Iterable[Operation]) -> dict[
 def group_layout(compiled: Compiled, plan: Plan) -> tuple[bool | None, tuple[int, ...]]:
     """Returns whether the groups lie in one allocation, in place and as planned, and at which offsets.
 
-    Nothing but collectives may use the allocation. None where the compiler does not tell, or nothing is reduced.
+    Other values may use the space while no gradient does (jax 0.12). None where the compiler does not tell, or
+    nothing is reduced.
     """
     collectives = [operation for operation in compiled.operations if operation.collective]
-    groups = [operation.name for operation in collectives if group_of(operation) not in (STATISTICS, OTHER)]
+    groups = [operation for operation in collectives if group_of(operation) not in (STATISTICS, OTHER)]
     if not compiled.buffers or not groups:
         return None, ()
-    places = _places(compiled.buffers, collectives)
-    if any(len(places[name]) != 1 for name in groups):
+    places = _places(compiled.buffers, groups)
+    if any(len(places[group.name]) != 1 for group in groups):
         return False, ()
-    allocations, offsets = zip(*(place for name in groups for place in places[name]), strict=True)
-    used = set().union(*places.values())
-    alone = all((buffer.allocation, buffer.offset_bytes) in used
-                for buffer in compiled.buffers if buffer.allocation in allocations)  # fmt: skip
-    return len(set(allocations)) == 1 and alone and offsets == plan.offsets_bytes, offsets
+    allocations, offsets = zip(*(place for group in groups for place in places[group.name]), strict=True)
+    return len(set(allocations)) == 1 and offsets == plan.offsets_bytes, offsets
