@@ -62,13 +62,13 @@ def noise_block(seed: int, size: int, shape: tuple[int, ...] = (8, 8, 3), num_cl
 
 
 def reduced_on(
-    num_devices: int, chain: Chain, params: Any, batch_stats: Any, block: Any, global_batch: int = 0
+    num_devices: int, chain: Chain, params: Any, batch_stats: Any, block: Any, launches: tuple[str, ...] = ()
 ) -> dict[str, np.ndarray]:
     """What `reduce_gradients` gives on that many devices, by region name."""
     mesh = make_mesh(f"0-{num_devices - 1}")
-    plan = make_plan(params, batch_stats, tuple(chain), conv_order="HWIO")
+    plan = make_plan(params, batch_stats, tuple(chain), conv_order="HWIO", launches=launches)
     body = partial(
-        reduce_gradients, chain, plan, global_batch=global_batch or len(block[1]), key=jax.random.key(0)
+        reduce_gradients, chain, plan, global_batch=len(block[1]), key=jax.random.key(0)
     )  # fmt: skip
     specs = (REPLICATED, REPLICATED, SPLIT, SPLIT, SPLIT)
     run = jax.jit(

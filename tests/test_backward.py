@@ -131,6 +131,17 @@ def test_one_block_on_eight_devices() -> None:
     check_local("one block", 8)
 
 
+def test_any_number_of_groups_gives_the_same() -> None:
+    chain, prepared = CHAINS["one block"](None), start("one block")
+    two = reduced_on(4, chain, *prepared)
+    results = two.pop("results")
+    for launches in (("stem",), ("head", "block"), ("block",)):
+        other = reduced_on(4, chain, *prepared, launches)
+        np.testing.assert_allclose(other.pop("results"), results, rtol=EXACT)
+        assert other.keys() == two.keys()
+        assert_equal_to_rounding(other, two)
+
+
 @pytest.mark.parametrize(("num_devices", "sync"), [(1, False), (8, False), (8, True)])
 def test_masked_batch_equals_the_real_examples_alone(num_devices: int, sync: bool) -> None:
     """17 real examples of 24: on 8 devices, one shard is partly padding and two are nothing else."""

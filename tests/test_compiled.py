@@ -1,6 +1,12 @@
-from helpers import tiny_program
+from pathlib import Path
+
+import jax
+import numpy as np
+from helpers import tiny_config, tiny_program
 
 from trjax.compiled import Buffer, compile_lowered, count_launches, parse_buffers
+from trjax.data.batches import train_batches
+from trjax.data.sources import load
 from trjax.program import lower_step
 
 # jax 0.12 prints the page, and leaves out a value that shares another's place.
@@ -51,3 +57,24 @@ def test_reads_the_step_of_the_devices_here() -> None:
     # Three products for each convolution (the first has no input gradient) and for the classifier, 12 images a device.
     forward = {"stem": 64 * 4 * 27, "shortcut": 16 * 8 * 4, "layer1": 16 * 8 * 36, "layer2": 16 * 8 * 72, "head": 80}
     assert flops == 2 * 12 * (3 * sum(forward.values()) - forward["stem"])
+
+
+def test_a_trace_of_the_run_holds_what_was_read_in_that_order(tmp_path: Path) -> None:
+    program, config, num_steps, num_devices = tiny_program(2), tiny_config(), 3, 2
+    compiled = compile_lowered(lower_step(program))
+    state = program.init()
+    (batch,) = train_batches(load(config.data)[0], config.global_batch, 0, 0, 1)
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(num_steps):
+            state, results = program.train_step(state, program.place(batch), np.float32(0.1), np.int32(0))
+            jax.block_until_ready(results)
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events]
+    reduced = [operation.name for operation in compiled.operations if operation.collective]
+    ran = sorted((event.start_ns, event.name) for event in events if event.name in reduced)
+    assert len(ran) == len(reduced) * num_steps * num_devices
+    # all devices do the first before any does the second: a rendezvous
+    assert [name for _, name in ran] == [name for name in reduced for _ in range(num_devices)] * num_steps
+    kernels = {operation.name for operation in compiled.operations if operation.kind == "convolution"}
+    assert kernels <= {event.name for event in events}

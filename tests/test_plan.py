@@ -67,6 +67,25 @@ def test_layout_worked_by_hand() -> None:
     ]
 
 
+def test_launches_worked_by_hand() -> None:
+    plan = make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS, launches=("body", "head"))
+    assert [(group.name, group.launch_after) for group in plan.groups] == [
+        ("deep1", "head"),
+        ("deep2", "body"),
+        ("first", "stem"),
+    ]
+    assert layout(plan, 0) == [
+        ("G_FC_BIAS", "head/fc/bias", 0, 3),
+        ("G_FC_WEIGHT", "head/fc/kernel", 3, 12),
+        ("R_RESULT", "results", 15, 4),
+    ]
+    assert layout(plan, 1) == [("G_DEEP_CONV", "body/conv2/kernel", 0, 16), ("G_DEEP_CONV", "body/conv1/kernel", 16, 8)]
+    assert [kind for kind, *_ in layout(plan, 2)][-3:] == ["G_FIRST_CONV", "B_NEXT_MEAN", "B_NEXT_VAR"]
+    # in one allocation: the largest first, each at a multiple of 256 bytes
+    assert [group.size_bytes for group in plan.groups] == [76, 96, 104]
+    assert plan.offsets_bytes == (512, 256, 0)
+
+
 def test_alignment_is_the_only_gap() -> None:
     first = make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS, alignment_bytes=32).groups[1]
     assert [region.offset_elements for region in first.regions] == [0, 8, 16, 24, 40, 64, 72]
@@ -108,6 +127,7 @@ def test_empty_groups_vanish_and_results_move() -> None:
         ({"stem": {"kernel": shape(2, dtype=jnp.bfloat16)}}, {}, r"stem/kernel is bfloat16; parameters"),
         ({"other": {"kernel": shape(2)}}, {}, r"other/kernel belongs to no segment of the chain: stem, body, head"),
         ({"stem": {}}, {}, r"no parameters"),
+        (SMALL_PARAMS, {"launches": ["tail"]}, r"launches: tail is no segment of the chain: stem, body, head"),
         (SMALL_PARAMS, {"alignment_bytes": 6}, r"alignment_bytes=6 is not a positive multiple of 4"),
     ],
 )
@@ -138,10 +158,11 @@ def trees(draw: st.DrawFn) -> tuple[Any, Any, tuple[str, ...]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(trees(), st.sampled_from([4, 16, 256]))
-def test_regions_tile_their_group(tree: Any, alignment_bytes: int) -> None:
+@given(trees(), st.sampled_from([4, 16, 256]), st.data())
+def test_regions_tile_their_group(tree: Any, alignment_bytes: int, data: st.DataObject) -> None:
     params, batch_stats, segments = tree
-    plan = make_plan(params, batch_stats, segments, alignment_bytes=alignment_bytes)
+    launches = data.draw(st.lists(st.sampled_from(segments)))
+    plan = make_plan(params, batch_stats, segments, alignment_bytes=alignment_bytes, launches=launches)
     expected = {**name_leaves(params), **name_leaves(batch_stats), "results": shape(4)}
     assert {region.name: region.shape for region in plan.regions} == {name: s.shape for name, s in expected.items()}
     assert len(plan.regions) == len(expected)

@@ -1,0 +1,126 @@
+"""The check of predictions against devices: what it reads from a profile, and a quick run on CPU devices."""
+
+import csv
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax.profiler import ProfileData
+
+SCRIPT = Path(__file__).parents[1] / "experiments" / "check_gpu.py"
+CHECK = runpy.run_path(str(SCRIPT))
+
+# Two streams of one GPU, in picoseconds from the line's start: a kernel and an AllReduce that overlap, outside of any
+# graph, then two kernels of a graph, one of them NCCL's. The line with operations repeats what the streams hold.
+GPU_PROFILE = """
+planes {
+  name: "/device:GPU:0"
+  lines { id: 1 name: "Stream #7(Compute)" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 stats { metadata_id: 1 str_value: "fusion.1" } }
+    events { metadata_id: 1 offset_ps: 9000000 duration_ps: 1000000 stats { metadata_id: 2 uint64_value: 5 } } }
+  lines { id: 2 name: "Stream #8(Compute)" timestamp_ns: 1000
+    events { metadata_id: 2 offset_ps: 3000000 duration_ps: 3000000
+      stats { metadata_id: 1 str_value: "all-reduce-start.1" } }
+    events { metadata_id: 2 offset_ps: 12000000 duration_ps: 2000000 stats { metadata_id: 2 uint64_value: 5 } } }
+  lines { id: 3 name: "XLA Ops" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 14000000 stats { metadata_id: 1 str_value: "fusion.1" } } }
+  event_metadata { key: 1 value { id: 1 name: "loop_fusion" } }
+  event_metadata { key: 2 value { id: 2 name: "ncclDevKernel_AllReduce_Sum_f32_RING_LL" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  stat_metadata { key: 2 value { id: 2 name: "cuda_graph_id" } }
+}
+planes {
+  name: "/host:CPU"
+  lines { id: 1 name: "python" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 1 } events { metadata_id: 2 offset_ps: 1 duration_ps: 1 }
+    events { metadata_id: 1 offset_ps: 2 duration_ps: 1 } }
+  event_metadata { key: 1 value { id: 1 name: "cuGraphLaunch (CudaGraph:5)" } }
+  event_metadata { key: 2 value { id: 2 name: "command_buffer::update" } }
+}
+"""
+
+
+def summarise_gpu_profile(num_steps: int) -> Any:
+    events, calls = CHECK["read_events"](ProfileData.from_text_proto(GPU_PROFILE), {"all-reduce-start.1": "deep"})
+    return CHECK["summarise"](events, calls, num_steps)
+
+
+def test_spans_and_gaps() -> None:
+    spans = [(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (7.0, 8.0), (5.5, 6.0), (10.0, 11.0)]
+    assert CHECK["merge"](spans) == [(0, 3), (5, 8), (10, 11)]
+    assert CHECK["length"](spans) == 7
+    assert CHECK["find_gaps"](spans) == [2, 2]
+    assert CHECK["find_gaps"]([]) == []
+
+
+def test_gpu_profile() -> None:
+    figures, gaps_us, orders = summarise_gpu_profile(1)
+    # Busy: 0 to 6, 9 to 10 and 12 to 14 us. Reducing and not computing: 4 to 6 and 12 to 14 us.
+    assert figures == pytest.approx({
+        "kernels and copies": 2, "busy ms": 9e-3, "gaps ms": 5e-3, "AllReduces": 2, "exposed AllReduce ms": 4e-3,
+        "CUDA graph launches": 2, "CUDA graph updates": 1, "launches in CUDA graphs": 2,
+    })  # fmt: skip
+    assert gaps_us == pytest.approx([3, 2])
+    assert orders == [["deep", CHECK["UNNAMED"]]]
+
+
+def test_figures_are_those_of_one_step() -> None:
+    once, twice = summarise_gpu_profile(1), summarise_gpu_profile(2)
+    assert twice[0] == pytest.approx({what: value / 2 for what, value in once[0].items()})
+    assert twice[1:] == once[1:]
+
+
+def test_cpu_profile_has_the_devices_apart() -> None:
+    events = [CHECK["Event"](device, start, start + 2, group) for device, start, group in
+              ((0, 0, ""), (1, 1, ""), (0, 4, "deep"), (1, 3, "deep"), (0, 6, "first"), (1, 9, "first"))]  # fmt: skip
+    figures, gaps_us, orders = CHECK["summarise"](events, dict.fromkeys(CHECK["GRAPH_CALLS"], 0), 1)
+    assert (figures["kernels and copies"], figures["AllReduces"]) == (1, 2)
+    assert gaps_us == pytest.approx([2e-3, 4e-3])  # 2 to 4 ns on the first device, 5 to 9 on the second
+    assert orders == [["deep", "first"], ["deep", "first"]]
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="holds no work of a device"):
+        CHECK["summarise"]([], {}, 5)
+    with pytest.raises(ValueError, match="images_per_device=0: must be positive"):
+        CHECK["make_config"](CHECK["Options"](images_per_device=0), 1)
+
+
+def test_ratio_needs_both() -> None:
+    assert CHECK["make_row"]("a", 2.0, 3.0) == ("a", 2, 3, 1.5)
+    for predicted, measured in ((None, 1.0), (1.0, None), (0.0, 1.0)):
+        assert CHECK["make_row"]("a", predicted, measured)[3] is None
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs it on CPU devices, also where there is a GPU."""
+    command, environment = [sys.executable, str(SCRIPT), *arguments], {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.slow
+def test_quick_run() -> None:
+    run = run_script("--quick", "--out", "out")
+    assert run.returncode == 0, run.stderr
+    with Path("out", "check_gpu.csv").open() as file:
+        rows = {row["what"]: row for row in csv.DictReader(file)}
+    assert (rows["AllReduces"]["predicted"], float(rows["AllReduces"]["measured"])) == ("2", 2)
+    assert float(rows["images/s"]["measured"]) == pytest.approx(16e3 / float(rows["step ms"]["measured"]))
+    # A loop, of random bits say, is one operation of the program and many events.
+    assert 1 <= float(rows["kernels and copies"]["ratio"]) < 1.3
+    assert "AllReduces of a step: deep, first; on all devices and steps as planned" in run.stdout
+    assert "PyTorch: " in run.stdout
+    assert Path("out", "check_gpu.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "message"), [([], "pass --quick"), (["--steps", "0"], "must be positive")])
+def test_mistakes_of_the_command(arguments: list[str], message: str) -> None:
+    run = run_script(*arguments)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: ")
+    assert message in run.stderr
