@@ -38,6 +38,7 @@ class Compiled:
     """A compiled step.
 
     Attributes:
+        executable: what `lowered.compile()` returns, to run where the devices are here.
         text: the scheduled HLO.
         operations: in the order of issue.
         argument_bytes: device memory of the state and the batch.
@@ -48,6 +49,7 @@ class Compiled:
         graphs: CUDA graphs.
     """
 
+    executable: Any
     text: str
     operations: tuple[Operation, ...]
     argument_bytes: int
@@ -110,4 +112,4 @@ def compile_lowered(lowered: Any) -> Compiled:
     text, memory = compiled.as_text(), compiled.memory_analysis()
     operations = list_operations(parse_module(text))
     argument_bytes, temp_bytes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    return Compiled(text, operations, argument_bytes, temp_bytes, buffers, *launches)
+    return Compiled(compiled, text, operations, argument_bytes, temp_bytes, buffers, *launches)

@@ -116,7 +116,7 @@ def _synthesise(spec: DataSpec, num_examples: int, stream: int) -> ArraySource:
     random = np.random.Generator(np.random.Philox(key=[1, stream]))
     height, width, channels = spec.image_shape
     cells = pattern_random.integers(64, 192, (spec.num_classes, -(-height // 4), -(-width // 4), channels))
-    patterns = cells.repeat(4, 1).repeat(4, 2)[:, :height, :width].astype(np.uint8)
+    patterns = cells.astype(np.uint8).repeat(4, 1).repeat(4, 2)[:, :height, :width]
     labels = random.integers(0, spec.num_classes, num_examples, dtype=np.int32)
     images = np.empty((num_examples, *spec.image_shape), np.uint8)
     for start in range(0, num_examples, 256):  # in pieces: the noise of all at once would double the memory

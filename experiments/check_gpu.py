@@ -1,0 +1,289 @@
+"""Do the predictions hold on the devices attached here: speed, memory, kernels and gaps, AllReduces, CUDA graphs?"""
+
+import csv
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from jax.profiler import ProfileData, ProfileOptions
+from matplotlib.figure import Figure
+
+from trjax.audit import Audit, audit
+from trjax.buffers import group_of
+from trjax.compiled import Compiled, compile_lowered
+from trjax.config import Config, ModelConfig
+from trjax.cost import LAUNCH_SECONDS
+from trjax.data.batches import train_batches
+from trjax.data.sources import load
+from trjax.explain import format_audit
+from trjax.mesh import make_mesh, start_platform
+from trjax.options import probe_options
+from trjax.presets import preset_config
+from trjax.program import Program, lower_step, machine_of, make_program
+from trjax.records import format_table
+
+WARMUP_STEPS = 5  # left out of the times: the first calls fill pools, and make the CUDA graphs
+QUICK_STEPS, PROFILED_STEPS = 10, 5
+TORCH_SECONDS = 130  # PyTorch may take to compile and run: the script is to end within four minutes
+RATE, EPOCH = np.float32(0.01), np.int32(0)  # inputs of the program: no value of theirs changes its time
+GRAPH_CALLS = ("cuGraphLaunch", "command_buffer::update")  # an update: some buffer lies elsewhere than last time
+UNNAMED = "AllReduce"  # kernels of a CUDA graph do not tell which instruction they belong to
+HEADER = ["what", "predicted", "measured", "ratio"]
+Span = tuple[float, float]  # start, end
+Row = tuple[str, float | None, float | None, float | None]
+Figures = dict[str, float | None]  # None: not known
+Found = tuple[Figures, list[float], list[list[str]]]  # figures, gaps in us, what each device reduced, in order
+
+
+@dataclass(frozen=True)
+class Options:
+    """Check what is predicted of a step against the devices here: ResNet-50 in bfloat16, at 224x224."""
+
+    quick: bool = False
+    """ResNet-18 at 32x32, 8 images a device, 10 steps: shows that everything works, on CPU devices too."""
+    steps: int = 50
+    images_per_device: int = 256
+    out: Path = Path("results")
+    """Folder for the CSV and the figure."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a device did, in nanoseconds; `group` is what an AllReduce reduces, empty for all else."""
+
+    device: int
+    start: float
+    end: float
+    group: str = ""
+    in_graph: bool = False
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """Returns the union of spans as disjoint ones, in order."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Returns the length of the union of spans."""
+    return sum(end - start for start, end in merge(spans))
+
+
+def find_gaps(spans: Iterable[Span]) -> list[float]:
+    """Returns the lengths of what lies between the first and the last span and in none."""
+    merged = merge(spans)
+    return [after[0] - before[1] for before, after in pairwise(merged)]
+
+
+def read_events(data: ProfileData, groups: Mapping[str, str]) -> tuple[list[Event], Counter[str]]:
+    """Returns what the devices did, and how often the host launched CUDA graphs, and updated them.
+
+    A GPU has a plane of its own, with a line for each stream. CPU devices run in threads of the host, whose events
+    tell the device and the instruction. `groups` maps instructions to what they reduce.
+    """
+    on_gpu, on_cpu, calls = [], [], Counter[str]()
+    for plane in data.planes:
+        gpu = re.fullmatch(r"/device:GPU:(\d+)", plane.name)
+        for line in plane.lines:
+            for event in line.events:
+                stats = {name: value for name, value in event.stats if name}
+                instruction, span = str(stats.get("hlo_op", "")), (event.start_ns, event.start_ns + event.duration_ns)
+                group = groups.get(instruction, "")
+                if gpu and line.name.startswith("Stream #"):
+                    unnamed = UNNAMED if re.search("all[-_]?reduce", event.name, re.IGNORECASE) else ""
+                    on_gpu.append(Event(int(gpu[1]), *span, group or unnamed, "cuda_graph_id" in stats))
+                elif instruction and "device_ordinal" in stats:
+                    on_cpu.append(Event(int(stats["device_ordinal"]), *span, group))
+                calls[event.name.partition(" (")[0]] += event.name.startswith(GRAPH_CALLS)
+    return on_gpu or on_cpu, calls
+
+
+def summarise(events: Sequence[Event], calls: Mapping[str, int], num_steps: int) -> Found:
+    """Returns figures of the mean step of one device, the gaps and the orders; raises ValueError without any event."""
+    devices = sorted({event.device for event in events})
+    if not devices:
+        raise ValueError("the profile holds no work of a device: is CUPTI installed, and may this user profile?")
+    busy, exposed, gaps, orders = 0.0, 0.0, [], []
+    for device in devices:
+        own = sorted((event for event in events if event.device == device), key=lambda event: event.start)
+        computing = [(event.start, event.end) for event in own if not event.group]
+        reducing = [(event.start, event.end) for event in own if event.group]
+        busy += length((event.start, event.end) for event in own)
+        exposed += length(computing + reducing) - length(computing)
+        gaps += find_gaps((event.start, event.end) for event in own)
+        orders.append([event.group for event in own if event.group])
+    sums = {
+        "kernels and copies": sum(not event.group for event in events),
+        "busy ms": busy / 1e6,
+        "gaps ms": sum(gaps) / 1e6,
+        "AllReduces": sum(map(len, orders)),
+        "exposed AllReduce ms": exposed / 1e6,
+        "CUDA graph launches": calls[GRAPH_CALLS[0]],
+        "CUDA graph updates": calls[GRAPH_CALLS[1]],
+        "launches in CUDA graphs": sum(event.in_graph for event in events),
+    }
+    turns = len(devices) * num_steps
+    return {what: value / turns for what, value in sums.items()}, [gap / 1e3 for gap in gaps], orders
+
+
+def make_config(options: Options, num_devices: int) -> Config:
+    """Returns the run: the preset's model, optimizer and precision, on noise."""
+    if min(options.steps, options.images_per_device) < 1:
+        raise ValueError(f"steps={options.steps}, images_per_device={options.images_per_device}: must be positive")
+    preset = preset_config("imagenet-resnet50")
+    size, classes, local_batch = (32, 10, 8) if options.quick else (224, 1000, options.images_per_device)
+    examples = local_batch * num_devices
+    data = replace(preset.data, source="synthetic", image_shape=(size, size, 3), num_classes=classes,
+                   train_examples=examples, test_examples=1)  # fmt: skip
+    model = ModelConfig(arch="resnet18") if options.quick else preset.model
+    return replace(preset, global_batch=examples, data=data, model=model)
+
+
+def run_steps(step: Any, state: Any, batch: Any, num_steps: int) -> tuple[Any, float, float]:
+    """Returns the state, the seconds of a step and the last loss; results are awaited one step late, as in training."""
+    start, results = time.perf_counter(), None
+    for _ in range(num_steps):
+        previous = results
+        state, results = step(state, batch, RATE, EPOCH)
+        jax.block_until_ready(previous)
+    loss, _, _, count = np.asarray(results)
+    return state, (time.perf_counter() - start) / num_steps, float(loss / count)
+
+
+def profile_steps(step: Any, state: Any, batch: Any, compiled: Compiled) -> Found:
+    """Returns `summarise` of a few steps."""
+    profiler = ProfileOptions()
+    profiler.python_tracer_level = 0  # tracing Python would slow down the host, which launches the kernels
+    groups = {operation.name: group_of(operation) for operation in compiled.operations if operation.collective}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=profiler):
+            jax.block_until_ready(run_steps(step, state, batch, PROFILED_STEPS)[0])
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return summarise(*read_events(ProfileData.from_file(str(file)), groups), PROFILED_STEPS)
+
+
+def predict(found: Audit, compiled: Compiled) -> Figures:
+    """Returns what the audit expects; it counts the time from each kernel to the next as the kernel's."""
+    total = found.summary
+    gaps_ms = total.kernels * LAUNCH_SECONDS * 1e3
+    return {
+        "images/s": total.images_per_second,
+        "step ms": total.step_ms,
+        "peak memory GB": (compiled.argument_bytes + compiled.temp_bytes) / 1e9,
+        "kernels and copies": total.kernels,
+        "busy ms": total.step_ms - gaps_ms,
+        "gaps ms": gaps_ms,
+        "AllReduces": total.all_reduces,
+        "exposed AllReduce ms": total.exposed_ms,
+        "CUDA graph launches": total.graphs,
+        "launches in CUDA graphs": total.graph_launches,
+    }
+
+
+def measure(program: Program, config: Config, compiled: Compiled, step: Any, num_steps: int) -> Found:
+    """Returns the same as measured, and the gaps and orders."""
+    (batch,) = train_batches(load(config.data)[0], config.global_batch, config.seed, 0, 1)
+    batch = jax.block_until_ready(program.place(batch))
+    state, _, first = run_steps(step, program.init(), batch, WARMUP_STEPS)
+    state, seconds, last = run_steps(step, state, batch, num_steps)
+    print(f"loss {first:.4f} after {WARMUP_STEPS} steps, {last:.4f} after {num_steps} more")
+    counted = filter(None, (device.memory_stats() for device in program.mesh.devices.flat))  # not on the CPU
+    peak = max((stats["peak_bytes_in_use"] / 1e9 for stats in counted), default=None)
+    timed: Figures = {"images/s": config.global_batch / seconds, "step ms": seconds * 1e3, "peak memory GB": peak}
+    profiled, gaps_us, orders = profile_steps(step, state, batch, compiled)
+    return timed | profiled | {"largest gap us": max(gaps_us, default=0.0)}, gaps_us, orders
+
+
+def measure_torch(config: Config, local_batch: int, num_steps: int) -> float | None:
+    """Returns PyTorch's images/s on one device; None, and prints why, where there are none."""
+    numbers = config.data.image_shape[0], config.data.num_classes, local_batch, num_steps
+    command = [sys.executable, str(Path(__file__).with_name("torch_resnet.py")), config.model.arch, *map(str, numbers)]
+    try:  # in a process of its own: neither meets the other's libraries
+        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TORCH_SECONDS).stdout.strip()
+    except subprocess.TimeoutExpired:
+        said = f"PyTorch: left out, not done after {TORCH_SECONDS} s"
+    if re.fullmatch(r"[\d.]+", said):
+        return float(said)
+    print(said or "PyTorch: left out, it failed")
+    return None
+
+
+def make_row(what: str, predicted: float | None, measured: float | None) -> Row:
+    """Returns a row of `HEADER`; without a ratio where a number is not known or 0 was predicted."""
+    return what, predicted, measured, measured / predicted if predicted and measured is not None else None
+
+
+def draw(path: Path, title: str, gaps_us: Sequence[float]) -> None:
+    """Draws how long the gaps between kernels are."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.hist(gaps_us, np.geomspace(0.1, max([1.0, *gaps_us]), 60).tolist())
+    axes.axvline(LAUNCH_SECONDS * 1e6, color="black", linestyle=":")
+    axes.set(title=title, xscale="log", yscale="log", ylabel=f"gaps in {PROFILED_STEPS} steps")
+    axes.set_xlabel("gap between kernels (us), dotted: predicted for each")
+    figure.savefig(path, dpi=150)
+
+
+def check(options: Options) -> None:
+    """Runs the experiment, prints the table and writes the files."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory of the same device
+    start_platform("auto", "0-1")
+    mesh = make_mesh()
+    device, config = mesh.devices.flat[0], make_config(options, mesh.size)
+    if device.platform == "cpu" and not options.quick:
+        raise ValueError("no GPU here, and a full run takes hours on the CPU: pass --quick")
+    options.out.mkdir(parents=True, exist_ok=True)
+    num_steps, local_batch = QUICK_STEPS if options.quick else options.steps, config.global_batch // mesh.size
+    machine, dropped = machine_of(mesh, config.link_gbytes), probe_options(mesh).dropped
+    title = f"{config.model.arch}, {mesh.size} x {device.device_kind}, {local_batch} images each"
+    print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, {title}, predicted for {machine.target.name}")
+    program, start = make_program(config, mesh), time.perf_counter()
+    compiled = compile_lowered(lower_step(program))  # once: what is audited is what runs
+    step = compiled.executable
+    print(f"compiled in {time.perf_counter() - start:.0f} s, options dropped: {', '.join(dropped) or 'none'}")
+    found = audit(compiled, machine, config.global_batch, program.plan, dropped=dropped)
+    measured, gaps_us, orders = measure(program, config, compiled, step, num_steps)
+    planned, predicted = [collective.group for collective in found.collectives], predict(found, compiled)
+    kept = all(order in (planned * PROFILED_STEPS, [UNNAMED] * len(planned) * PROFILED_STEPS) for order in orders)
+    rows = [make_row(what, predicted.get(what), value) for what, value in measured.items()]
+    cells = [[what, *("-" if number is None else f"{number:,.5g}" for number in row)] for what, *row in rows]
+    print(f"{format_audit(found)}\n\n{format_table(HEADER, cells)}\n")
+    reduced = ", ".join(orders[0][: len(planned)]) or "none"
+    print(f"AllReduces of a step: {reduced}; on all devices and steps {'as' if kept else 'NOT as'} planned")
+    print(f"CUDA graphs: {'in use' if measured['CUDA graph launches'] else 'not seen'}", flush=True)
+    draw(options.out / "check_gpu.png", title, gaps_us)
+    if theirs := measure_torch(config, local_batch, num_steps):
+        ours = (measured["images/s"] or 0.0) / mesh.size
+        print(f"PyTorch: {theirs:,.0f} images/s on one device, ours {ours:,.0f} on each, {ours / theirs:.3f} of that")
+        rows.append(make_row("images/s a device, PyTorch's as predicted", theirs, ours))
+    with (options.out / "check_gpu.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([HEADER, *rows])
+
+
+if __name__ == "__main__":
+    try:
+        check(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,)))
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
