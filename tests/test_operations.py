@@ -66,7 +66,8 @@ def test_matrix_product(call: str) -> None:
 FUSED = """
 %cuts (a: f32[100], b: f32[50]) -> (f32[10], f32[50]) {
   %a = f32[100]{0} parameter(0)
-  %view = f32[10,10]{1,0} bitcast(%a)
+  %double = f32[100]{0} multiply(%a, %a)
+  %view = f32[10,10]{1,0} bitcast(%double)
   %cut = f32[1,10]{1,0} slice(%view), slice={[0:1], [0:10]}
   %row = f32[10]{0} bitcast(%cut)
   %b = f32[50]{0} parameter(1)

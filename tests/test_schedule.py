@@ -1,6 +1,6 @@
 """What the steps of the presets compile to, for machines that are not here: the numbers that the README states.
 
-Each compiles for half a minute or more. Two run with the suite, the others with `-m slow`.
+Each compiles for half a minute or more: two run in the gate (`-m target`), the others with `-m slow`.
 """
 
 from dataclasses import replace
@@ -45,6 +45,7 @@ def assert_ok(found: Audit) -> None:
     assert [verdict.text for verdict in found.verdicts if not verdict.ok] == []
 
 
+@pytest.mark.target
 def test_resnet50_on_eight_h100() -> None:
     found = audited()
     assert_ok(found)
@@ -63,6 +64,7 @@ def test_resnet50_on_eight_h100() -> None:
     assert flops / IMAGES_PER_GPU == pytest.approx(24.3e9, rel=0.01)
 
 
+@pytest.mark.target
 def test_resnet50_hides_behind_a_slow_link_with_groups_chosen_for_it() -> None:
     found = audited(topology="64x1", reducer="auto", link_gbytes=10.0)
     assert_ok(found)

@@ -15,6 +15,7 @@ Kind = Literal["convolution", "matmul", "kernel", "start", "done", "blocking"]
 
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "partition-id"}
 _VIEWS = {"bitcast", "reshape"}
+_ELEMENTWISE = {"add", "convert", "divide", "maximum", "minimum", "multiply", "negate", "subtract"}
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 _ONE_KERNEL_MARK = "__triton_collective"
 
@@ -111,31 +112,36 @@ def _body(module: Module, instruction: Instruction) -> tuple[Instruction, ...]:
     return ()
 
 
-def _sliced_bytes(body: tuple[Instruction, ...], parameter: str, whole: int) -> int:
-    """Returns what a fusion reads of one parameter: the slices, if it takes nothing else of it."""
-    total, names = 0, {parameter}
+def _sliced_bytes(body: tuple[Instruction, ...], parameter: Instruction) -> int:
+    """Returns what a fusion reads of one parameter: the slices, if it takes nothing else of it.
+
+    A fusion computes only what it needs: of a parameter that is scaled whole and then cut, the cuts are read.
+    """
+    whole, total, names = parameter.size_bytes, 0.0, {parameter.name}
+    elements = sum(shape.size_elements for shape in parameter.shapes)
     for inner in body:
         if not names & set(inner.operands):
             continue
-        if inner.opcode in _VIEWS:
+        same = not inner.is_root and sum(shape.size_elements for shape in inner.shapes) == elements
+        if inner.opcode in _VIEWS or (inner.opcode in _ELEMENTWISE and same):
             names.add(inner.name)
         elif inner.opcode in ("slice", "dynamic-slice", "gather"):
-            total += inner.size_bytes
+            total += inner.shapes[0].size_elements * whole / max(elements, 1)
         elif inner.opcode == "dynamic-update-slice" and inner.operands[0] in names:
             continue  # in place: what it overwrites is not read
         else:
             return whole
-    return min(total, whole)
+    return min(round(total), whole)
 
 
 def _traffic(module: Module, instruction: Instruction, defined: dict[str, Instruction]) -> tuple[int, int]:
     """Returns the bytes read and written by a kernel."""
     body = _body(module, instruction)
-    parameters = {int(inner.argument): inner.name for inner in body if inner.opcode == "parameter"}
+    parameters = {int(inner.argument): inner for inner in body if inner.opcode == "parameter"}
     read = 0
     for index, name in enumerate(instruction.operands):
         whole = defined[name].size_bytes if name in defined else 0
-        read += _sliced_bytes(body, parameters[index], whole) if index in parameters else whole
+        read += _sliced_bytes(body, parameters[index]) if index in parameters else whole
     local = {inner.name: inner for inner in body}
     written = 0
     for root in _results(body, local) if body else [instruction]:

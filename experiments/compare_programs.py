@@ -1,0 +1,249 @@
+"""What do ordinary ways of writing the train step compile to, and what does ours? On GPUs that need not be here.
+
+Same model, state, batch and optimizer, one program beside the other; times are predicted from what was compiled.
+With BatchNorm over each device's batch (`local`):
+    per_leaf   `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient and statistic
+    two_group  trjax: two AllReduces, launched from within the backward
+    auto       trjax: as many as the link needs
+With BatchNorm over the global batch (`sync`):
+    automatic  `jit` with a split batch: the compiler inserts the collectives
+    two_group, auto
+"""
+
+import csv
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+import tyro
+from jax.sharding import Mesh
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from trjax.audit import Audit, audit
+from trjax.backward import score
+from trjax.buffers import STATISTICS, group_of
+from trjax.chain import Chain, apply_segment
+from trjax.collectives import vary
+from trjax.compiled import compile_lowered
+from trjax.config import Config
+from trjax.cost import Machine, make_machine, parse_topology
+from trjax.data.augment import make_augment
+from trjax.data.batches import Batch
+from trjax.data.sources import describe
+from trjax.keys import stream_key
+from trjax.mesh import AXIS, REPLICATED, SPLIT, make_topology_mesh, placement, start_platform
+from trjax.operations import Operation
+from trjax.optim import make_optimizer
+from trjax.options import probe_options
+from trjax.presets import preset_config
+from trjax.program import lower_step, make_chain, make_program
+from trjax.records import format_table
+from trjax.state import TrainState
+from trjax.targets import compile_config, find_target
+
+MACHINES = {"1x8 NVLink": ("1x8", 0.0), "4x8 50 GB/s": ("4x8", 50.0), "32x8 25 GB/s": ("32x8", 25.0)}
+"""Topologies, and the GB/s that each GPU reaches to other hosts."""
+PROGRAMS: dict[Literal["local", "sync"], tuple[str, ...]] = {
+    "local": ("per_leaf", "two_group", "auto"),
+    "sync": ("automatic", "two_group", "auto"),
+}
+"""Programs by BatchNorm mode: only those of one mode compute the same."""
+GRADIENTS, MOMENTS, COMPUTE = "#d62728", "#fdae6b", "#c6c9cc"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compile ResNet-50's train step, written in several ways, for eight H100s and more; compare what came out."""
+
+    quick: bool = False
+    """ResNet-20 on CIFAR-10, one host only."""
+    out: Path = Path("results")
+    """Folder for the CSV and the figure."""
+
+
+def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["per_leaf", "automatic"]) -> Any:
+    """Returns the update as most trainers write it, with the arguments and results of `step.make_train_step`."""
+    optimizer = make_optimizer(config.optim)
+    augment = make_augment(config.data, describe(config.data), config.seed)
+
+    def mean_loss(params: Any, batch_stats: Any, block: Batch, images: jax.Array, key: jax.Array) -> Any:
+        x, next_stats = images, {}
+        for index, (segment, module) in enumerate(chain.items()):
+            x, next_stats[segment] = apply_segment(
+                module, params[segment], batch_stats[segment], x,
+                train=True, mask=block.mask, key=jax.random.fold_in(key, index),
+            )  # fmt: skip
+        loss, results = score(x, block.labels, block.mask)
+        return loss / len(block.labels), (next_stats, results)
+
+    def differentiate(params: Any, state: TrainState, block: Batch, epoch: jax.Array) -> Any:
+        key = jax.random.fold_in(stream_key(config.seed, "dropout"), state.step)
+        return jax.grad(mean_loss, has_aux=True)(params, state.batch_stats, block, augment(block, epoch), key)
+
+    def update(state: TrainState, gradients: Any, batch_stats: Any, learning_rate: jax.Array) -> TrainState:
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, jax.tree.map(lambda leaf: -learning_rate * leaf, updates))
+        return TrainState(params, batch_stats, opt_state, state.step + 1)
+
+    def per_leaf(state: TrainState, block: Batch, learning_rate: jax.Array, epoch: jax.Array) -> Any:
+        varying = replace(state, batch_stats=vary(state.batch_stats))
+        gradients, (batch_stats, results) = differentiate(vary(state.params), varying, block, epoch)
+        # float32, one AllReduce a leaf, as far as the compiler does not combine them: 102 MB for ResNet-50
+        gradients, batch_stats = jax.lax.pmean((gradients, batch_stats), AXIS)
+        return update(state, gradients, batch_stats, learning_rate), jax.lax.psum(results, AXIS)
+
+    def automatic(state: TrainState, batch: Batch, learning_rate: jax.Array, epoch: jax.Array) -> Any:
+        gradients, (batch_stats, results) = differentiate(state.params, state, batch, epoch)
+        return update(state, gradients, batch_stats, learning_rate), results
+
+    step: Any = automatic
+    if name == "per_leaf":
+        specs = (REPLICATED, SPLIT, REPLICATED, REPLICATED)
+        step = jax.shard_map(per_leaf, mesh=mesh, in_specs=specs, out_specs=REPLICATED)
+    whole, split = placement(mesh, REPLICATED), placement(mesh, SPLIT)
+    return jax.jit(step, in_shardings=(whole, split, whole, whole), out_shardings=whole, donate_argnums=0)
+
+
+def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Audit:
+    """Compiles one program and returns what was found in it.
+
+    Raises:
+        ValueError: it does not compile.
+    """
+    ordinary = name in ("per_leaf", "automatic")
+    program = make_program(config if ordinary else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
+    if ordinary:
+        # Whatever is summed, the ordinary programs' own partitioning does it: no reduction of ours in the model.
+        chain = make_chain(replace(config, bn="local"), describe(config.data))
+        program = replace(program, train_step=make_ordinary_step(config, chain, mesh, name))  # type: ignore[arg-type]
+    try:
+        compiled = compile_lowered(lower_step(program))
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
+    if ordinary:
+        return audit(compiled, machine, config.global_batch)
+    sync, dropped = config.bn == "sync", probe_options(mesh).dropped
+    return audit(compiled, machine, config.global_batch, program.plan, synchronised=sync, dropped=dropped)
+
+
+def _groups_behind(operation: Operation, by_name: dict[str, Operation]) -> set[str]:
+    """Returns the groups of what feeds an operation: an AllReduce that the compiler combined names no source."""
+    if operation.source:
+        return {group_of(operation)}
+    before = [by_name[name] for name in operation.depends_on if name in by_name]
+    return set().union(*(_groups_behind(other, by_name) for other in before))
+
+
+def tabulate(found: Audit, synchronised: bool) -> dict[str, float]:
+    """Returns the columns of one program; a collective with a gradient in it counts as the gradients'."""
+    total, timeline = found.summary, found.timeline
+    spans = [*timeline.kernels, *(communication.span for communication in timeline.communications)]
+    by_name = {span.operation.name: span.operation for span in spans}
+    gradients_ms = sum(
+        communication.exposed * 1e3
+        for communication in timeline.communications
+        if not synchronised or _groups_behind(communication.span.operation, by_name) != {STATISTICS}
+    )
+    return {
+        "AllReduces": total.all_reduces,
+        "blocking": total.blocking,
+        "reduced MB": round(sum(row.bytes for row in found.collectives) / 1e6, 2),
+        "communication ms": round(total.comm_ms, 2),
+        "exposed ms": round(total.exposed_ms, 3),
+        "gradients exposed ms": round(gradients_ms, 3),
+        "bound ms": round(total.exposed_bound_ms, 3),
+        "compute ms": round(total.compute_ms, 2),
+        "step ms": round(total.step_ms, 2),
+        "images/s": round(total.images_per_second),
+        "HBM GB": round(total.hbm_bytes / 1e9, 2),
+        "temp GB": round(total.temp_bytes / 1e9, 2),
+        "kernels": total.kernels,
+        "transposes": total.transposes,
+        "gather copies MB": round(total.gather_copy_bytes / 1e6, 2),
+    }
+
+
+def _draw_machine(exposed: Axes, step: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    places = [index + (row["bn"] == "sync") for index, row in enumerate(rows)]  # a gap between the modes
+    gradients = np.array([row["gradients exposed ms"] for row in rows])
+    all_exposed = np.array([row["exposed ms"] for row in rows])
+    compute = np.array([row["compute ms"] for row in rows])
+    exposed.bar(places, gradients, color=GRADIENTS)
+    bars = exposed.bar(places, all_exposed - gradients, bottom=gradients, color=MOMENTS)
+    exposed.bar_label(bars, [f"{number:.2f}" for number in all_exposed], padding=3)
+    step.bar(places, compute, color=COMPUTE)
+    step.bar(places, gradients, bottom=compute, color=GRADIENTS)
+    bars = step.bar(places, all_exposed - gradients, bottom=compute + gradients, color=MOMENTS)
+    step.bar_label(bars, [f"{row['step ms']:.1f}" for row in rows], padding=3)
+    step.set_xticks(places, [row["program"] for row in rows], rotation=30, ha="right", rotation_mode="anchor")
+    for axes in (exposed, step):
+        axes.margins(y=0.1)
+        axes.spines[["top", "right"]].set_visible(False)
+        for mode in PROGRAMS:
+            centre = float(np.mean([place for place, row in zip(places, rows, strict=True) if row["bn"] == mode]))
+            axes.text(centre, 1.02, f"bn={mode}", transform=axes.get_xaxis_transform(), ha="center", color="dimgray")
+
+
+def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Draws exposed time and step time of every program, a column for each machine."""
+    machines = list(dict.fromkeys(row["machine"] for row in rows))
+    figure = Figure(figsize=(max(6.5, 4.2 * len(machines)), 7), layout="constrained")
+    axes = figure.subplots(2, len(machines), sharex="col", sharey="row", squeeze=False)
+    for column, machine in enumerate(machines):
+        _draw_machine(axes[0, column], axes[1, column], [row for row in rows if row["machine"] == machine])
+        axes[0, column].set_title(machine, pad=24)
+    axes[0, 0].set_ylabel("exposed communication (ms)")
+    axes[1, 0].set_ylabel("step time (ms)")
+    legend = [Patch(color=COMPUTE, label="kernels"), Patch(color=GRADIENTS, label="exposed: gradients"),
+              Patch(color=MOMENTS, label="exposed: BatchNorm's moments")]  # fmt: skip
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
+def compare(options: Options) -> None:
+    """Runs the experiment, prints the table and writes the files."""
+    start_platform("cpu", "all")
+    preset, local_batch = ("cifar10-resnet20", 128) if options.quick else ("imagenet-resnet50", 256)
+    machines = list(MACHINES.items())[: 1 if options.quick else None]
+    options.out.mkdir(parents=True, exist_ok=True)
+    print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}")
+    target = find_target("h100")
+    rows: list[dict[str, Any]] = []
+    for (where, (hosts_by_gpus, link_gbytes)), bn in product(machines, PROGRAMS):
+        topology = parse_topology(hosts_by_gpus)
+        mesh = make_topology_mesh(compile_config(target), topology.hosts, topology.gpus_per_host)
+        machine = make_machine(target, topology, link_gbytes)
+        config = replace(preset_config(preset), global_batch=local_batch * mesh.size, link_gbytes=link_gbytes, bn=bn)
+        for name in PROGRAMS[bn]:
+            print(f"{where}, bn={bn}, {name}: compiling ...", file=sys.stderr)
+            found = inspect(config, name, mesh, machine)
+            for verdict in found.verdicts:
+                if not verdict.ok:
+                    print(f"  not as planned: {verdict.text}", file=sys.stderr)
+            rows.append({"machine": where, "bn": bn, "program": name} | tabulate(found, bn == "sync"))
+    print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
+    with (options.out / "compare_programs.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    title = f"{preset} on {target.name.upper()}s, {local_batch} images each: predicted from what compiles"
+    draw(options.out / "compare_programs.png", title, rows)
+
+
+if __name__ == "__main__":
+    try:
+        compare(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,)))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
