@@ -36,9 +36,9 @@ def failed(found: Audit) -> list[str]:
 def test_two_groups_are_as_planned(tmp_path: Any) -> None:
     found = audited()
     assert failed(found) == []
-    assert [(row.group, row.dtype, row.blocking) for row in found.collectives] == [
-        ("deep", "f32", False),
-        ("first", "f32", False),
+    assert [(row.group, row.reduces, row.dtype, row.blocking) for row in found.collectives] == [
+        ("deep", "3 gradients, results", "f32", False),
+        ("first", "11 gradients, 8 statistics", "f32", False),
     ]
     summary = found.summary
     assert (summary.all_reduces, summary.blocking, summary.contiguous) == (2, 0, True)

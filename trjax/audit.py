@@ -28,6 +28,7 @@ class Collective:
 
     Attributes:
         group: of the plan; `statistics` of BatchNorm, or `other`.
+        reduces: what lies in it.
         bytes: that it reduces.
         dtype: in which.
         blocking: the kernels behind it wait, whatever they need.
@@ -39,6 +40,7 @@ class Collective:
     """
 
     group: str
+    reduces: str
     bytes: int
     dtype: str
     blocking: bool
@@ -124,8 +126,20 @@ class Audit:
         return all(verdict.ok for verdict in self.verdicts)
 
 
-def _describe(communication: Communication) -> Collective:
+def _contents(plan: Plan | None) -> dict[str, str]:
+    """Returns what each group reduces, in words."""
+    found = {STATISTICS: "moments of a BatchNorm", OTHER: "not planned"}
+    for group in plan.groups if plan else ():
+        kinds = Counter(region.kind.value[:2] for region in group.regions)
+        words = [f"{kinds['G_']} gradients"]
+        words += ["results"] * kinds["R_"] + [f"{kinds['B_']} statistics"] * bool(kinds["B_"])
+        found[group.name] = ", ".join(words)
+    return found
+
+
+def _describe(communication: Communication, contents: dict[str, str]) -> Collective:
     operation, span = communication.span.operation, communication.span
+    group = group_of(operation)
     convolutions = sum(kernel.operation.kind == "convolution" for kernel in communication.behind)
     hidden = {
         "convolutions": convolutions,
@@ -133,8 +147,8 @@ def _describe(communication: Communication) -> Collective:
         "ms": sum(kernel.seconds for kernel in communication.behind) * 1e3,
     }
     return Collective(
-        group_of(operation), operation.size_bytes, operation.dtype, communication.blocking, communication.ready * 1e3,
-        span.start * 1e3, span.seconds * 1e3, communication.exposed * 1e3, hidden,
+        group, contents.get(group, ""), operation.size_bytes, operation.dtype, communication.blocking,
+        communication.ready * 1e3, span.start * 1e3, span.seconds * 1e3, communication.exposed * 1e3, hidden,
     )  # fmt: skip
 
 
@@ -239,7 +253,8 @@ def audit(
         return predict_kernel(size_bytes, operation.flops, operation.dtype, machine.target)
 
     timeline = replay(compiled.operations, cost)
-    collectives = tuple(_describe(communication) for communication in timeline.communications)
+    contents = _contents(plan)
+    collectives = tuple(_describe(communication, contents) for communication in timeline.communications)
     summary = _summarise(compiled, timeline, plan, machine, global_batch)
     verdicts = tuple(_judge(collectives, summary, plan, synchronised, dropped)) if plan else ()
     return Audit(collectives, summary, verdicts, timeline)
