@@ -105,24 +105,14 @@ def format_audit(found: Audit) -> str:
     """Returns the collectives, the summary and the verdicts as text."""
     rows = [
         [
-            row.group, row.reduces, row.bytes, row.dtype, "blocking" if row.blocking else "async", f"{row.ready_ms:.2f}",
-            f"{row.start_ms:.2f}", f"{row.comm_ms:.3f}", f"{row.exposed_ms:.3f}",
+            row.group, row.reduces, row.bytes, row.dtype, "blocking" if row.blocking else "async",
+            f"{row.ready_ms:.2f}", f"{row.start_ms:.2f}", f"{row.comm_ms:.3f}", f"{row.exposed_ms:.3f}",
             "{convolutions:.0f} convolutions, {kernels:.0f} other kernels, {ms:.2f} ms".format(**row.hidden_behind),
         ]
         for row in found.collectives
     ]  # fmt: skip
-    header = [
-        "group",
-        "reduces",
-        "bytes",
-        "dtype",
-        "kind",
-        "ready ms",
-        "start ms",
-        "takes ms",
-        "exposed ms",
-        "hidden behind",
-    ]
+    header = ["group", "reduces", "bytes", "dtype", "kind"]
+    header += ["ready ms", "start ms", "takes ms", "exposed ms", "hidden behind"]
     total = found.summary
     lines = [
         f"{total.all_reduces} collectives, {total.blocking} blocking",
