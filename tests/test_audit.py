@@ -9,23 +9,28 @@ from helpers import one_block_chain, tiny_config
 
 from trjax import collectives, program, step
 from trjax.audit import Audit, audit
-from trjax.compiled import compile_lowered
+from trjax.compiled import Compiled, compile_lowered
+from trjax.cost import CALL_SECONDS, Link, Machine, Topology
 from trjax.figures import draw_timeline
 from trjax.mesh import make_topology_mesh
+from trjax.operations import Operation
+from trjax.plan import make_plan
 from trjax.program import lower_step, machine_of, make_program
 from trjax.targets import TARGETS, compile_config
 
 VERDICTS = ("AllReduces", "others", "blocking", "exposed", "transposes", "copies", "one allocation", "options")
 
 
-def audited(world_size: int = 2, dropped: tuple[str, ...] = (), **changes: Any) -> Audit:
+def audited(world_size: int = 2, dropped: tuple[str, ...] = (), told: str = "", **changes: Any) -> Audit:
+    """Compiles and audits; `told` is the BatchNorm mode that the audit believes."""
     config = tiny_config(precision="bfloat16", **changes)
     synchronised = config.bn == "sync"
     mesh = make_topology_mesh(compile_config(TARGETS["h100"]), 1, world_size)
     chain = one_block_chain(collectives.sum_moments if synchronised else None, "bfloat16")
     made = make_program(config, mesh, chain)
     compiled = compile_lowered(lower_step(made))
-    return audit(compiled, machine_of(mesh), config.global_batch, made.plan, synchronised=synchronised, dropped=dropped)
+    told_sync = (told or config.bn) == "sync"
+    return audit(compiled, machine_of(mesh), config.global_batch, made.plan, synchronised=told_sync, dropped=dropped)
 
 
 def failed(found: Audit) -> list[str]:
@@ -57,6 +62,56 @@ def test_statistics_take_one_all_reduce_a_normalisation_and_direction() -> None:
     statistics = sorted(row.bytes for row in found.collectives if row.group == "statistics")
     channels = [4, 8, 8, 8]
     assert statistics == sorted([4 * (2 * c + 1) for c in channels] + [4 * 2 * c for c in channels])
+
+
+def test_all_reduces_that_nobody_planned_are_caught() -> None:
+    assert failed(audited(bn="sync", told="local")) == ["others"]
+
+
+def by_hand(*, waits: bool = False, copies: bool = False) -> Audit:
+    """A step of one group: a gradient, its AllReduce, a kernel beside, the update; with what is to be caught."""
+    leaves = {"body": {"kernel": jax.ShapeDtypeStruct((1000,), jnp.float32)}}
+    plan = make_plan(leaves, {}, ("stem", "body", "head"))
+    (group,) = plan.groups
+    scope, size = "jit(step)/all_reduce_deep/psum", group.size_bytes
+    long = 10**9  # bytes that take 0.36 ms
+    gradient = Operation("gradient", "convolution", "", long, size, 0.0, "f32", ())
+    copied = Operation("copied", "kernel", "", size, size, 0.0, "f32", ("gradient",), moves_only=True)
+    fill = Operation("fill", "kernel", "", size, size, 0.0, "f32", ("copied" if copies else "gradient",))
+    start = Operation("start", "start", scope, 0, 0, 0.0, "f32", ("fill",), collective="all-reduce", size_bytes=size)
+    beside = Operation("beside", "kernel", "", long, 0, 0.0, "f32", ())
+    done = Operation("done", "done", "", 0, 0, 0.0, "f32", ("start",))
+    update = Operation("update", "kernel", "", size, size, 0.0, "f32", ("done",))
+    between = [done, beside] if waits else [beside, done]
+    operations = [gradient, *([copied] if copies else []), fill, start, *between, update]
+    machine = Machine(TARGETS["h100"], Topology(2, 1), Link(1e8, 0.0), Link(1e8, 0.0))
+    return audit(Compiled(None, "", tuple(operations), 0, 0, ()), machine, 8, plan)
+
+
+@pytest.mark.fast
+def test_a_step_worked_by_hand() -> None:
+    found = by_hand()
+    assert failed(found) == []
+    (row,) = found.collectives
+    assert (row.group, row.reduces, row.bytes) == ("deep", "1 gradients, results", 4 * 1004)
+    assert row.comm_ms == pytest.approx(1e3 * (CALL_SECONDS + 4016 / 1e8))
+    assert row.hidden_behind == {"convolutions": 0, "kernels": 1, "ms": pytest.approx(0.36, abs=0.01)}
+    assert (found.summary.exposed_ms, found.summary.gather_copy_bytes, found.summary.kernels) == (0, 0, 4)
+
+
+@pytest.mark.fast
+def test_a_group_that_waits_and_could_be_hidden_is_caught() -> None:
+    found = by_hand(waits=True)
+    assert failed(found) == ["blocking", "exposed"]
+    assert found.summary.exposed_ms == found.summary.exposed_gap_ms == pytest.approx(0.05, abs=0.001)
+    assert found.summary.exposed_bound_ms == 0
+
+
+@pytest.mark.fast
+def test_gradients_that_are_moved_twice_are_caught() -> None:
+    found = by_hand(copies=True)
+    assert failed(found) == ["copies"]
+    assert found.summary.gather_copy_bytes == 4 * 1004
 
 
 def test_one_device_reduces_nothing() -> None:

@@ -95,6 +95,18 @@ def test_bound_adds_up_over_a_chain_that_nothing_runs_beside() -> None:
     assert found.exposed_seconds == found.bound_seconds == 5
 
 
+def test_what_can_run_beside_several_fills_only_once() -> None:
+    found = replayed(
+        operation("beside", "kernel", 1),
+        operation("a", "kernel", 1),
+        operation("r1", "blocking", 2, "a"),
+        operation("b", "kernel", 10, "r1"),
+        operation("r2", "blocking", 3, "b"),
+        operation("c", "kernel", 1, "r2"),
+    )
+    assert (found.exposed_seconds, found.bound_seconds) == (5, 4)
+
+
 def test_no_collective() -> None:
     found = replayed(operation("a", "kernel", 1), operation("b", "kernel", 2, "a"))
     assert (found.step_seconds, found.exposed_seconds, found.bound_seconds, found.communications) == (3, 0, 0, ())

@@ -61,7 +61,8 @@ class Summary:
         blocking: of them, those that block.
         comm_ms: time of all collectives.
         exposed_ms: time in which kernels wait for collectives.
-        exposed_bound_ms: the least that the dependencies allow.
+        exposed_bound_ms: the least that the dependencies allow: communication that no later compute can hide.
+        exposed_gap_ms: what the schedule exposes beyond it.
         compute_ms: time of all kernels.
         step_ms: from the first kernel to the end.
         images_per_second: of all devices.
@@ -86,6 +87,7 @@ class Summary:
     comm_ms: float
     exposed_ms: float
     exposed_bound_ms: float
+    exposed_gap_ms: float
     compute_ms: float
     step_ms: float
     images_per_second: float
@@ -167,6 +169,7 @@ def _summarise(
         comm_ms=timeline.communication_seconds * 1e3,
         exposed_ms=timeline.exposed_seconds * 1e3,
         exposed_bound_ms=timeline.bound_seconds * 1e3,
+        exposed_gap_ms=max(0.0, timeline.exposed_seconds - timeline.bound_seconds) * 1e3,
         compute_ms=timeline.compute_seconds * 1e3,
         step_ms=timeline.step_seconds * 1e3,
         images_per_second=global_batch / timeline.step_seconds,

@@ -21,15 +21,15 @@ def group_of(operation: Operation) -> str:
 
 def _moving_into(operation: Operation, by_name: dict[str, Operation], uses: Counter[str]) -> list[Operation]:
     """Returns the operations that only bring a buffer's parts together: what fills it, and the moves before that."""
+    fills = {name for name in operation.depends_on if name in by_name}
     moving: list[Operation] = []
-    waiting = [by_name[name] for name in operation.depends_on if name in by_name]
-    fills = True
+    waiting = sorted(fills)
     while waiting:
-        candidate = waiting.pop()
-        if candidate.kind == "kernel" and (fills or candidate.moves_only) and uses[candidate.name] == 1:
+        candidate = by_name[waiting.pop()]
+        only_moves = candidate.name in fills or candidate.moves_only
+        if candidate.kind == "kernel" and only_moves and uses[candidate.name] == 1:
             moving.append(candidate)
-            waiting += [by_name[name] for name in candidate.depends_on if name in by_name]
-        fills = False
+            waiting += [name for name in candidate.depends_on if name in by_name]
     return moving
 
 

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,11 @@ def count_launches(lines: Iterable[str]) -> tuple[int, int, int]:
     return outside, inside, graphs
 
 
+def _largest(files: Sequence[Path]) -> Path:
+    """Returns the step's own dump: on a GPU, autotuning compiles small programs of its own."""
+    return max(files, key=lambda path: path.stat().st_size)
+
+
 def compile_lowered(lowered: Any) -> Compiled:
     """Compiles a lowered step with the options that it was jitted with, and reads what came out.
 
@@ -107,8 +112,8 @@ def compile_lowered(lowered: Any) -> Compiled:
         files = [path for path in Path(folder).iterdir() if path.suffix == ".txt"]
         assignment = [path for path in files if path.name.endswith("buffer-assignment.txt")]
         thunks = [path for path in files if path.name.endswith("thunk_sequence_after_thunk_passes.txt")]
-        buffers = parse_buffers(assignment[0].read_text().splitlines()) if assignment else ()
-        launches = count_launches(thunks[0].read_text().splitlines()) if thunks else (0, 0, 0)
+        buffers = parse_buffers(_largest(assignment).read_text().splitlines()) if assignment else ()
+        launches = count_launches(_largest(thunks).read_text().splitlines()) if thunks else (0, 0, 0)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     operations = list_operations(parse_module(text))
     argument_bytes, temp_bytes = memory.argument_size_in_bytes, memory.temp_size_in_bytes

@@ -174,7 +174,7 @@ class Config:
     bn: Literal["local", "sync"] = "local"
     """BatchNorm over each device's batch, or over the global batch."""
     reducer: Literal["two_group", "auto"] = "two_group"
-    """How gradients are summed: in two groups, or in as many as the link needs to hide behind the backward."""
+    """How gradients are summed: in two groups, or (auto) in others where the link is predicted to need them."""
     link_gbytes: float = 0.0
     """GB/s that the slowest link between the GPUs reaches, for `auto` and for predictions; 0: the data sheet's."""
     precision: Literal["float32", "bfloat16"] = "float32"

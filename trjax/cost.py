@@ -24,6 +24,7 @@ NETWORK_EFFICIENCY = 0.8
 """The same for the network: 40 of 50 GB/s."""
 LAUNCH_SECONDS = 2e-6
 """From one kernel to the next on a GPU, launched by a stream."""
+_MAX_WORLD_SIZE = 16_384  # larger meshes take minutes to make
 CALL_SECONDS = 10e-6
 """Fixed cost of a NCCL call."""
 NVLINK_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 1e-6, 5e-6
@@ -75,12 +76,15 @@ def parse_topology(text: str) -> Topology:
     32
 
     Raises:
-        ValueError: malformed or not positive.
+        ValueError: malformed, not positive, or of more than 16,384 GPUs.
     """
     match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text.strip())
     if match is None:
         raise ValueError(f"topology={text!r}: write HOSTSxGPUS, both positive, 1x8 for instance")
-    return Topology(int(match.group(1)), int(match.group(2)))
+    topology = Topology(int(match.group(1)), int(match.group(2)))
+    if topology.world_size > _MAX_WORLD_SIZE:
+        raise ValueError(f"topology={text!r}: {topology.world_size:,} GPUs are more than {_MAX_WORLD_SIZE:,}")
+    return topology
 
 
 def make_machine(target: Target, topology: Topology, link_gbytes: float = 0.0) -> Machine:
@@ -138,7 +142,7 @@ def predict_kernel(size_bytes: float, flops: float, dtype: str, target: Target) 
     Args:
         size_bytes: read and written in device memory.
         flops: multiplications and additions of convolutions and matrix products; others are not counted.
-        dtype: of the operands, which sets the rate: bf16, f16, f32.
+        dtype: of the operands, which sets the rate: bf16, f16, f32 (cuDNN may take the faster TF32).
         target: the GPU.
     """
     memory = size_bytes / (target.memory_bytes_per_second * MEMORY_EFFICIENCY)

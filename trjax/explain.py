@@ -1,6 +1,7 @@
 """`python -m trjax.explain`: what a run compiles to, before it runs."""
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,16 +15,16 @@ from matplotlib.backend_bases import FigureCanvasBase
 from trjax.audit import Audit, audit
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
-from trjax.cost import Machine, make_machine, parse_topology
+from trjax.cost import Machine, Topology, make_machine, parse_topology
 from trjax.figures import draw_timeline
-from trjax.mesh import make_mesh, make_topology_mesh, start_platform
+from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
 from trjax.options import probe_options
 from trjax.plan import Plan
 from trjax.presets import parse_options
 from trjax.program import compare_groupings, lower_step, machine_of, make_program
 from trjax.records import format_table
 from trjax.step import conv_order_of
-from trjax.targets import compile_config, find_target
+from trjax.targets import CPU, compile_config, find_target
 
 _USAGE = """usage: python -m trjax.explain COMMAND [OPTIONS]
 
@@ -43,7 +44,7 @@ class PlanOptions:
     """Where every gradient lives."""
 
     target: str = "h100"
-    """GPU to plan for: a100, h100, h200 or b200."""
+    """GPU to plan for: a100, h100, h200 or b200; with `--platform cpu`, the CPU devices of `--devices` instead."""
     topology: str = "1x8"
     """HOSTSxGPUS."""
 
@@ -52,10 +53,10 @@ class PlanOptions:
 class StepOptions:
     """What the train step compiles to."""
 
-    target: str = "h100"
-    """GPU to compile for: a100, h100, h200 or b200; none is needed here."""
-    topology: str = "1x8"
-    """HOSTSxGPUS."""
+    target: str = ""
+    """GPU to compile for: a100, h100, h200 or b200, h100 if left out; none is needed here."""
+    topology: str = ""
+    """HOSTSxGPUS, 1x8 if left out."""
     attached: bool = False
     """Compile for the devices of this machine (`--platform`, `--devices`) in place of a target."""
     strict: bool = False
@@ -116,14 +117,15 @@ def format_audit(found: Audit) -> str:
     total = found.summary
     lines = [
         f"{total.all_reduces} collectives, {total.blocking} blocking",
-        f"communication {total.comm_ms:.2f} ms, compute {total.compute_ms:.2f} ms, exposed {total.exposed_ms:.3f} ms "
-        f"(no schedule of these operations: under {total.exposed_bound_ms:.3f} ms)",
+        f"communication {total.comm_ms:.2f} ms, compute {total.compute_ms:.2f} ms",
+        f"exposed {total.exposed_ms:.3f} ms: {total.exposed_bound_ms:.3f} forced by the dependencies, "
+        f"{total.exposed_gap_ms:.3f} by the schedule",
         f"step {total.step_ms:.2f} ms, {total.images_per_second:,.0f} images/s on {total.world_size} devices",
         f"{total.hbm_bytes / 1e9:.1f} GB of memory traffic a step, {total.hbm_bytes_per_image / 1e9:.3f} GB an image",
         f"{total.temp_bytes / 1e9:.2f} GB of temporary memory",
         f"{total.kernels} kernels, {total.transposes} transpose, {total.gradient_transposes} of them gradients",
         f"{total.gather_copy_bytes:,} bytes copied only to gather gradients",
-        f"{total.graphs} CUDA graphs hold {total.graph_launches} launches, {total.launches} are outside"
+        f"CUDA graphs: {total.graphs}, with {total.graph_launches} launches inside and {total.launches} outside"
         if total.graphs + total.launches
         else "CUDA graphs: not known",
     ]
@@ -137,7 +139,10 @@ def explain_plan(arguments: Sequence[str]) -> int:
     prog, purpose = "python -m trjax.explain plan", "Print where every gradient lives."
     config, options = parse_options(arguments, prog, purpose, PlanOptions())
     start_platform("cpu", "all")  # shapes only: no GPU is asked
-    machine = make_machine(find_target(options.target), parse_topology(options.topology), config.link_gbytes)
+    target, topology = find_target(options.target), parse_topology(options.topology)
+    if config.platform == "cpu":
+        target, topology = CPU, Topology(1, max(1, len(parse_devices(config.devices))))
+    machine = make_machine(target, topology, config.link_gbytes)
     # The layout is a GPU's unless the CPU is asked for: that is where it is of interest.
     order = conv_order_of("cpu" if config.platform == "cpu" else "cuda")
     print(format_plan(compare_groupings(config, machine, order)[config.reducer][0]))
@@ -148,9 +153,12 @@ def explain_plan(arguments: Sequence[str]) -> int:
 def _prepare(config: Config, options: StepOptions) -> Mesh:
     """Returns the mesh to compile for: the devices here, or those of the target."""
     if options.attached:
+        if options.target or options.topology:
+            raise ValueError("attached: the devices of this machine are read; leave out --target and --topology")
         start_platform(config.platform, config.devices)
         return make_mesh(config.devices)
-    target, topology = find_target(options.target), parse_topology(options.topology)
+    target, topology = find_target(options.target or "h100"), parse_topology(options.topology or "1x8")
+    split_batch(config.global_batch, topology.world_size)
     start_platform("cpu", "all")
     return make_topology_mesh(compile_config(target), topology.hosts, topology.gpus_per_host)
 
@@ -160,6 +168,8 @@ def _check_outputs(options: StepOptions) -> None:
     for name in filter(None, (options.hlo, options.json, options.figure)):
         if not Path(name).parent.is_dir():
             raise ValueError(f"{name}: its folder does not exist")
+        if Path(name).is_dir() or not os.access(Path(name).parent, os.W_OK):
+            raise ValueError(f"{name}: cannot be written")
     endings = FigureCanvasBase.get_supported_filetypes()
     if options.figure and Path(options.figure).suffix.removeprefix(".") not in endings:
         raise ValueError(f"figure={options.figure}: its ending must be one of {', '.join(sorted(endings))}")
@@ -183,7 +193,7 @@ def explain_step(arguments: Sequence[str]) -> int:
     mesh = _prepare(config, options)
     machine = machine_of(mesh, config.link_gbytes)
     if not options.attached:
-        machine = make_machine(find_target(options.target), machine.topology, config.link_gbytes)
+        machine = make_machine(find_target(options.target or "h100"), machine.topology, config.link_gbytes)
     where = f"{machine.topology.hosts}x{machine.topology.gpus_per_host} {machine.target.name}"
     title = f"{config.preset}, {config.reducer}, bn={config.bn}, global batch {config.global_batch}, {where}"
     print(f"{title} ({mesh.devices.flat[0].device_kind}), jax {jax.__version__}: compiling ...", file=sys.stderr)

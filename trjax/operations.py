@@ -37,8 +37,7 @@ class Operation:
         transposes: it changes the order of dims in memory.
         moves_only: it computes nothing: a copy, a concatenation, a cut.
         collective: which collective it starts or is; empty for the others.
-        size_bytes: that the collective moves into.
-        world_size: devices that take part; 0 where it is not printed as a list.
+        size_bytes: of what the collective reduces or moves.
     """
 
     name: str
@@ -60,7 +59,7 @@ def _collective_of(module: Module, instruction: Instruction) -> str:
     base = instruction.opcode.removesuffix("-start")
     if base in _COLLECTIVES:
         return base
-    if base in ("async", "fusion", "call"):
+    if base in ("async", "fusion", "call", "while", "conditional"):
         for inner in module.reached(instruction):
             if (opcode := inner.opcode.removesuffix("-start")) in _COLLECTIVES:
                 return opcode

@@ -1,5 +1,6 @@
 """A run's configuration turned into its parts: the one place from which `train` and `explain` take them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from trjax.cost import Machine, Topology, make_machine
 from trjax.data.augment import make_augment, normalise
 from trjax.data.batches import Batch
 from trjax.data.sources import DataSpec, describe
-from trjax.grouping import SegmentCost, choose_launches, predict_exposed, predict_segments
+from trjax.grouping import INDIFFERENT_SECONDS, SegmentCost, choose_launches, predict_exposed, predict_segments
 from trjax.mesh import SPLIT, placement, split_batch
 from trjax.optim import make_optimizer
 from trjax.options import INIT_OPTIONS
@@ -103,13 +104,21 @@ def _segment_costs(
     return predict_segments(chain, shapes.params, shapes.batch_stats, spec.image_shape, local_batch, machine)
 
 
+def _exposed(costs: Sequence[SegmentCost], plan: Plan, machine: Machine) -> float:
+    return predict_exposed(costs, [(group.launch_after, group.size_bytes) for group in plan.groups], machine)
+
+
 def _make_plan(
     config: Config, chain: Chain, shapes: TrainState, spec: DataSpec, machine: Machine, conv_order: ConvOrder
 ) -> Plan:
-    launches: tuple[str, ...] = ()
-    if config.reducer == "auto":
-        launches = choose_launches(_segment_costs(config, chain, shapes, spec, machine), machine)
-    return make_plan(shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order, launches=launches)
+    plan_groups = partial(make_plan, shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
+    two_groups = plan_groups()
+    if config.reducer == "two_group":
+        return two_groups
+    costs = _segment_costs(config, chain, shapes, spec, machine)
+    chosen = plan_groups(launches=choose_launches(costs, machine))
+    saved = _exposed(costs, two_groups, machine) - _exposed(costs, chosen, machine)
+    return chosen if saved > INDIFFERENT_SECONDS else two_groups
 
 
 def compare_groupings(config: Config, machine: Machine, conv_order: ConvOrder) -> dict[str, tuple[Plan, float]]:
@@ -121,8 +130,7 @@ def compare_groupings(config: Config, machine: Machine, conv_order: ConvOrder) -
     found = {}
     for reducer in ("two_group", "auto"):
         plan = _make_plan(replace(config, reducer=reducer), chain, shapes, spec, machine, conv_order)
-        groups = [(group.launch_after, group.size_bytes) for group in plan.groups]
-        found[reducer] = plan, predict_exposed(costs, groups, machine)
+        found[reducer] = plan, _exposed(costs, plan, machine)
     return found
 
 

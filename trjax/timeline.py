@@ -3,10 +3,11 @@
 The model: one stream computes, one communicates, each in the order of issue. A kernel takes what
 `cost.predict_kernel` says. A collective starts when the compute stream has reached its start and the collectives
 before it are done; the compute stream waits at its end, and that wait is the exposed time. A blocking collective
-is waited for at once. Streams do not slow each other down, and caches keep nothing from one kernel to the next.
+is waited for at once. One that queues behind another is charged for the wait too. Streams do not slow each other
+down, and caches keep nothing from one kernel to the next.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trjax.operations import Operation
@@ -47,7 +48,7 @@ class Communication:
 
     @property
     def blocking(self) -> bool:
-        """Nothing is issued between its start and its end."""
+        """Nothing at all is issued between its start and its end; a small kernel hides little, see `exposed`."""
         return not self.behind
 
 
@@ -125,40 +126,51 @@ def replay(operations: Sequence[Operation], cost: Cost) -> Timeline:
     return Timeline(tuple(kernels), tuple(communications), compute, _bound(operations, cost))
 
 
-def _reach(operations: Sequence[Operation]) -> dict[str, int]:
-    """Returns for each operation the set of those that it needs, itself included, as the bits of a number."""
-    needs: dict[str, int] = {}
+def _members(bits: int) -> Iterator[int]:
+    """Yields the places of the bits that are set."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+def _reach(operations: Sequence[Operation]) -> tuple[list[int], list[int]]:
+    """Returns for each operation those that it needs and those that need it, itself included, as bits of a number."""
+    place = {operation.name: index for index, operation in enumerate(operations)}
+    needs = [1 << index for index in range(len(operations))]
+    needed_by = needs.copy()
     for index, operation in enumerate(operations):
-        bits = 1 << index
         for name in operation.depends_on:
-            bits |= needs.get(name, 0)
-        needs[operation.name] = bits
-    return needs
+            needs[index] |= needs[place[name]] if name in place else 0
+    for index in reversed(range(len(operations))):
+        for name in operations[index].depends_on:
+            if name in place:
+                needed_by[place[name]] |= needed_by[index]
+    return needs, needed_by
 
 
 def _bound(operations: Sequence[Operation], cost: Cost) -> float:
     """Returns the exposed time that the dependencies force, with the collectives in the order of issue.
 
-    The collectives from the i-th to the k-th cannot begin before the kernels that the i-th needs are done, nor end
-    after those begin that need the k-th. If these kernels and the transfers take longer than all kernels together,
-    the compute stream is idle for the difference at least. And while a collective runs, only kernels can run that
-    neither need it nor are needed by it: what they cannot fill adds up over the collectives.
+    A run of collectives, from the i-th to the k-th, cannot begin before the kernels that the i-th needs are done,
+    nor end after those begin that need the k-th; and while they run, only kernels can run that one of them neither
+    needs nor is needed by. What these cannot fill is exposed. Runs one behind the other add up.
     """
-    needs = _reach(operations)
+    needs, needed_by = _reach(operations)
     seconds = [0.0 if operation.collective or operation.kind == "done" else cost(operation) for operation in operations]
-    collectives = [(index, operation) for index, operation in enumerate(operations) if operation.collective]
-    before, after = [0.0] * len(collectives), [0.0] * len(collectives)
-    for place, (index, collective) in enumerate(collectives):
-        for other, operation in enumerate(operations):
-            before[place] += seconds[other] * (needs[collective.name] >> other & 1)
-            after[place] += seconds[other] * (needs[operation.name] >> index & 1)
-    compute = sum(seconds)
-    alone = (cost(collective) - (compute - before[place] - after[place])
-             for place, (_, collective) in enumerate(collectives))  # fmt: skip
-    bound = sum(max(0.0, rest) for rest in alone)
+    everything, compute = (1 << len(operations)) - 1, sum(seconds)
+    collectives = [index for index, operation in enumerate(operations) if operation.collective]
+    before = [sum(seconds[other] for other in _members(needs[index])) for index in collectives]
+    after = [sum(seconds[other] for other in _members(needed_by[index])) for index in collectives]
+    best = [0.0] * (len(collectives) + 1)  # best[k]: forced by the first k collectives
     for first in range(len(collectives)):
-        transfer = 0.0
+        transfer, filled, beside = 0.0, 0.0, 0
         for last in range(first, len(collectives)):
-            transfer += cost(collectives[last][1])
-            bound = max(bound, before[first] + transfer + after[last] - compute)
-    return bound
+            index = collectives[last]
+            transfer += cost(operations[index])
+            fresh = everything & ~(needs[index] | needed_by[index] | beside)
+            filled += sum(seconds[other] for other in _members(fresh))
+            beside |= fresh
+            room = min(filled, compute - before[first] - after[last])
+            best[last + 1] = max(best[last + 1], best[last], best[first] + transfer - room)
+    return best[-1]
