@@ -158,13 +158,12 @@ def _summarise(
     compiled: Compiled, timeline: Timeline, plan: Plan | None, machine: Machine, global_batch: int
 ) -> Summary:
     kernels = [span.operation for span in timeline.kernels]
-    collectives = [communication.span.operation for communication in timeline.communications]
     contiguous, offsets = group_layout(compiled, plan) if plan else (None, ())
     gradient_transposes, gather_copy_bytes = gradient_path(compiled.operations)
     hbm_bytes = sum(kernel.read_bytes + kernel.written_bytes for kernel in kernels)
     return Summary(
         world_size=machine.topology.world_size,
-        all_reduces=len(collectives),
+        all_reduces=len(timeline.communications),
         blocking=sum(communication.blocking for communication in timeline.communications),
         comm_ms=timeline.communication_seconds * 1e3,
         exposed_ms=timeline.exposed_seconds * 1e3,
@@ -204,9 +203,9 @@ def _judge(
     groups = [collective for collective in collectives if collective.group not in (STATISTICS, OTHER)]
     found = ", ".join(f"{group.group} {group.bytes:,} bytes" for group in groups)
     planned = ", ".join(f"{group.name} {group.size_bytes:,} bytes" for group in plan.groups)
-    alone = summary.world_size == 1 and not groups
+    as_planned = found == planned or (summary.world_size == 1 and not groups)
     text = f"AllReduces are those of the plan: {found or 'none'}"
-    yield Verdict(found == planned or alone, text if found == planned or alone else f"{text}; planned: {planned}")
+    yield Verdict(as_planned, text if as_planned else f"{text}; planned: {planned}")
     others = Counter(collective.bytes for collective in collectives if collective not in groups)
     statistics = _statistics_bytes(plan, synchronised)
     yield Verdict(

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from matplotlib.backend_bases import FigureCanvasBase
 from trjax.audit import Audit, audit
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
-from trjax.cost import Machine, Topology, make_machine, parse_topology
+from trjax.cost import Topology, make_machine, parse_topology
 from trjax.figures import draw_timeline
 from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
 from trjax.options import probe_options
@@ -92,12 +92,12 @@ def format_plan(plan: Plan) -> str:
     return f"{regions}\n\n{format_table(header, totals)}\n\n{sums}"
 
 
-def format_choice(config: Config, machine: Machine) -> str:
+def format_choice(groupings: Mapping[str, tuple[Plan, float]], chosen: str) -> str:
     """Returns what the cost model predicts for each way of grouping, and the one that the run takes."""
     lines = []
-    for reducer, (plan, exposed) in compare_groupings(config, machine, "OHWI").items():
+    for reducer, (plan, exposed) in groupings.items():
         launches = ", ".join(group.launch_after for group in plan.groups)
-        taken = "  (this run)" if reducer == config.reducer else ""
+        taken = "  (this run)" if reducer == chosen else ""
         lines.append(f"{reducer}: {exposed * 1e3:.2f} ms exposed as planned, launched after {launches}{taken}")
     return "\n".join(lines)
 
@@ -145,8 +145,8 @@ def explain_plan(arguments: Sequence[str]) -> int:
     machine = make_machine(target, topology, config.link_gbytes)
     # The layout is a GPU's unless the CPU is asked for: that is where it is of interest.
     order = conv_order_of("cpu" if config.platform == "cpu" else "cuda")
-    print(format_plan(compare_groupings(config, machine, order)[config.reducer][0]))
-    print(f"\n{format_choice(config, machine)}")
+    groupings = compare_groupings(config, machine, order)
+    print(f"{format_plan(groupings[config.reducer][0])}\n\n{format_choice(groupings, config.reducer)}")
     return 0
 
 
@@ -179,7 +179,11 @@ def _write(options: StepOptions, title: str, compiled: Compiled, found: Audit) -
     if options.hlo:
         Path(options.hlo).write_text(compiled.text, encoding="utf-8")
     if options.json:
-        table = {name: asdict(found)[name] for name in ("collectives", "summary", "verdicts")}
+        table = {
+            "collectives": [asdict(row) for row in found.collectives],
+            "summary": asdict(found.summary),
+            "verdicts": [asdict(verdict) for verdict in found.verdicts],
+        }
         Path(options.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if options.figure:
         draw_timeline(options.figure, title, found.timeline)
@@ -192,8 +196,6 @@ def explain_step(arguments: Sequence[str]) -> int:
     _check_outputs(options)
     mesh = _prepare(config, options)
     machine = machine_of(mesh, config.link_gbytes)
-    if not options.attached:
-        machine = make_machine(find_target(options.target or "h100"), machine.topology, config.link_gbytes)
     where = f"{machine.topology.hosts}x{machine.topology.gpus_per_host} {machine.target.name}"
     title = f"{config.preset}, {config.reducer}, bn={config.bn}, global batch {config.global_batch}, {where}"
     print(f"{title} ({mesh.devices.flat[0].device_kind}), jax {jax.__version__}: compiling ...", file=sys.stderr)
@@ -212,7 +214,8 @@ def explain_step(arguments: Sequence[str]) -> int:
         compiled, machine, config.global_batch, program.plan,
         synchronised=config.bn == "sync", dropped=probe_options(mesh).dropped,
     )  # fmt: skip
-    print("\n\n".join([title, format_audit(found), format_choice(config, machine)]))
+    groupings = compare_groupings(config, machine, "OHWI")
+    print("\n\n".join([title, format_audit(found), format_choice(groupings, config.reducer)]))
     if not options.attached:
         print(_HONEST)
     _write(options, title, compiled, found)

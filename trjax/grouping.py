@@ -138,12 +138,14 @@ def choose_launches(costs: Sequence[SegmentCost], machine: Machine) -> tuple[str
         (0, end): (0.0, (end,)) for end in range(1, last + 1)
     }
     for start in range(1, last):
+        launched = [
+            (*least[before, start], predict_all_reduce(sizes[start] - sizes[before], machine))
+            for before in range(start)
+        ]
         for end in range(start + 1, last + 1):
             least[start, end] = min(
                 (exposed + INDIFFERENT_SECONDS + max(0.0, transfer - (ready[end] - ready[start])), (*ends, end))
-                for before in range(start)
-                for exposed, ends in [least[before, start]]
-                for transfer in [predict_all_reduce(sizes[start] - sizes[before], machine)]
+                for exposed, ends, transfer in launched
             )
     finished = []
     for start in range(last):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -78,6 +79,11 @@ def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str) -> No
             jax.config.update("jax_num_cpu_devices", max(indices) + 1)
 
 
+def _mesh_over(devices: Sequence[jax.Device]) -> Mesh:
+    # Auto, because `jax.make_mesh` would make the axis Explicit, which types every array of the program.
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
 def make_mesh(devices: str = "all") -> Mesh:
     """Returns the one-axis mesh over the named devices, in the order named.
 
@@ -96,8 +102,7 @@ def make_mesh(devices: str = "all") -> Mesh:
             f"devices={devices!r}: index {max(indices)} is out of range; "
             f"there are {len(present)} {present[0].platform} devices, 0-{len(present) - 1}"
         )
-    # Auto, because `jax.make_mesh` would make the axis Explicit, which types every array of the program.
-    return Mesh(np.array([present[index] for index in indices]), (AXIS,), axis_types=(AxisType.Auto,))
+    return _mesh_over([present[index] for index in indices])
 
 
 def make_topology_mesh(target_config: str, hosts: int, gpus_per_host: int) -> Mesh:
@@ -121,7 +126,7 @@ def make_topology_mesh(target_config: str, hosts: int, gpus_per_host: int) -> Me
             "compiling for a GPU needs JAX's CUDA plugin (Linux; no driver, no GPU): "
             f"python3 -m pip install 'jax[cuda12]'. JAX says: {reason}"
         ) from error
-    return Mesh(np.array(described.devices), (AXIS,), axis_types=(AxisType.Auto,))
+    return _mesh_over(described.devices)
 
 
 def split_batch(global_batch: int, world_size: int) -> int:

@@ -1,6 +1,6 @@
 """A run's configuration turned into its parts: the one place from which `train` and `explain` take them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -108,15 +108,9 @@ def _exposed(costs: Sequence[SegmentCost], plan: Plan, machine: Machine) -> floa
     return predict_exposed(costs, [(group.launch_after, group.size_bytes) for group in plan.groups], machine)
 
 
-def _make_plan(
-    config: Config, chain: Chain, shapes: TrainState, spec: DataSpec, machine: Machine, conv_order: ConvOrder
-) -> Plan:
-    plan_groups = partial(make_plan, shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
-    two_groups = plan_groups()
-    if config.reducer == "two_group":
-        return two_groups
-    costs = _segment_costs(config, chain, shapes, spec, machine)
-    chosen = plan_groups(launches=choose_launches(costs, machine))
+def _choose_plan(plan_groups: Callable[..., Plan], costs: Sequence[SegmentCost], machine: Machine) -> Plan:
+    """Returns the plan of `--reducer auto`: the default one unless other groups are predicted to save time."""
+    two_groups, chosen = plan_groups(), plan_groups(launches=choose_launches(costs, machine))
     saved = _exposed(costs, two_groups, machine) - _exposed(costs, chosen, machine)
     return chosen if saved > INDIFFERENT_SECONDS else two_groups
 
@@ -126,12 +120,10 @@ def compare_groupings(config: Config, machine: Machine, conv_order: ConvOrder) -
     spec = describe(config.data)
     chain = make_chain(config, spec)
     shapes = shape_state(chain, make_optimizer(config.optim), spec)
+    plan_groups = partial(make_plan, shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
     costs = _segment_costs(config, chain, shapes, spec, machine)
-    found = {}
-    for reducer in ("two_group", "auto"):
-        plan = _make_plan(replace(config, reducer=reducer), chain, shapes, spec, machine, conv_order)
-        found[reducer] = plan, _exposed(costs, plan, machine)
-    return found
+    plans = {"two_group": plan_groups(), "auto": _choose_plan(plan_groups, costs, machine)}
+    return {reducer: (plan, _exposed(costs, plan, machine)) for reducer, plan in plans.items()}
 
 
 def make_program(config: Config, mesh: Mesh, chain: Chain | None = None) -> Program:
@@ -152,7 +144,12 @@ def make_program(config: Config, mesh: Mesh, chain: Chain | None = None) -> Prog
     shapes = shape_state(chain, optimizer, spec, config.seed)
     platform = mesh.devices.flat[0].platform
     conv_order = conv_order_of(platform)
-    plan = _make_plan(config, chain, shapes, spec, machine_of(mesh, config.link_gbytes), conv_order)
+    plan_groups = partial(make_plan, shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
+    if config.reducer == "auto":
+        machine = machine_of(mesh, config.link_gbytes)
+        plan = _choose_plan(plan_groups, _segment_costs(config, chain, shapes, spec, machine), machine)
+    else:
+        plan = plan_groups()
     formats = state_formats(mesh, shapes, conv_order)
     init = partial(init_state, chain, optimizer, spec.image_shape, config.seed)
     augment = make_augment(config.data, spec, config.seed)
