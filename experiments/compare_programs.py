@@ -46,7 +46,7 @@ from trjax.operations import Operation
 from trjax.optim import make_optimizer
 from trjax.options import probe_options
 from trjax.presets import preset_config
-from trjax.program import lower_step, make_chain, make_program
+from trjax.program import lower_step, make_chain, make_program, shape_run
 from trjax.records import format_table
 from trjax.state import TrainState
 from trjax.targets import compile_config, find_target
@@ -73,7 +73,7 @@ class Options:
 
 def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["per_leaf", "automatic"]) -> Any:
     """Returns the update as most trainers write it, with the arguments and results of `step.make_train_step`."""
-    optimizer = make_optimizer(config.optim)
+    optimizer = make_optimizer(config.optim, shape_run(config, chain).params)
     augment = make_augment(config.data, describe(config.data), config.seed)
 
     def mean_loss(params: Any, batch_stats: Any, block: Batch, images: jax.Array, key: jax.Array) -> Any:

@@ -13,10 +13,11 @@ from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
 from trjax.cost import CALL_SECONDS, Link, Machine, Topology
 from trjax.figures import draw_timeline
-from trjax.mesh import make_topology_mesh
+from trjax.mesh import AXIS, make_topology_mesh
 from trjax.operations import Operation
 from trjax.plan import make_plan
-from trjax.program import Program, lower_step, machine_of, make_program
+from trjax.planning import machine_of
+from trjax.program import Program, lower_step, make_program
 from trjax.targets import TARGETS, compile_config
 
 VERDICTS = ("AllReduces", "others", "blocking", "exposed", "transposes", "copies", "one allocation", "options")
@@ -124,25 +125,26 @@ def test_one_device_reduces_nothing() -> None:
 
 
 def double_sum(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
-    return jax.lax.psum(jax.lax.pcast(jax.lax.psum(buffer, "data"), "data", to="varying"), "data")
+    return jax.lax.psum(jax.lax.pcast(jax.lax.psum(buffer, AXIS), AXIS, to="varying"), AXIS)
 
 
 def in_parts(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
-    return jnp.concatenate([jax.lax.psum(buffer[:-1], "data"), jax.lax.psum(buffer[-1:], "data")])
+    return jnp.concatenate([jax.lax.psum(buffer[:-1], AXIS), jax.lax.psum(buffer[-1:], AXIS)])
 
 
 def in_half(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
-    return jax.lax.psum(buffer.astype(jnp.bfloat16), "data").astype(jnp.float32)
+    return jax.lax.psum(buffer.astype(jnp.bfloat16), AXIS).astype(jnp.float32)
 
 
 @pytest.mark.parametrize("fault", [double_sum, in_parts, in_half])
 def test_other_all_reduces_than_planned_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "sum_group", fault)
+    monkeypatch.setattr(collectives, "all_reduce", fault)
     found = failed(audited())
     assert {"AllReduces", "one allocation"} <= set(found)
     assert ("blocking" in found) == (fault is double_sum)
 
 
 def test_parameters_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "state_formats", lambda mesh, state, order: step.state_formats(mesh, state, "HWIO"))
+    natural = lambda mesh, state, specs, _order: step.state_formats(mesh, state, specs, "HWIO")  # noqa: E731
+    monkeypatch.setattr(program, "state_formats", natural)
     assert failed(audited(dropped=("xla_gone",))) == ["transposes", "options"]

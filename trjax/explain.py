@@ -20,8 +20,9 @@ from trjax.figures import draw_timeline
 from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
 from trjax.options import probe_options
 from trjax.plan import Plan
+from trjax.planning import compare_groupings, machine_of
 from trjax.presets import parse_options
-from trjax.program import compare_groupings, lower_step, machine_of, make_program
+from trjax.program import lower_step, make_program, shape_run
 from trjax.records import format_table
 from trjax.step import conv_order_of
 from trjax.targets import CPU, compile_config, find_target
@@ -145,7 +146,7 @@ def explain_plan(arguments: Sequence[str]) -> int:
     machine = make_machine(target, topology, config.link_gbytes)
     # The layout is a GPU's unless the CPU is asked for: that is where it is of interest.
     order = conv_order_of("cpu" if config.platform == "cpu" else "cuda")
-    groupings = compare_groupings(config, machine, order)
+    groupings = compare_groupings(config, shape_run(config), machine, order)
     print(f"{format_plan(groupings[config.reducer][0])}\n\n{format_choice(groupings, config.reducer)}")
     return 0
 
@@ -156,7 +157,7 @@ def _prepare(config: Config, options: StepOptions) -> Mesh:
         if options.target or options.topology:
             raise ValueError("attached: the devices of this machine are read; leave out --target and --topology")
         start_platform(config.platform, config.devices)
-        return make_mesh(config.devices)
+        return make_mesh(config.devices, config.hosts)
     target, topology = find_target(options.target or "h100"), parse_topology(options.topology or "1x8")
     split_batch(config.global_batch, topology.world_size)
     start_platform("cpu", "all")
@@ -214,7 +215,7 @@ def explain_step(arguments: Sequence[str]) -> int:
         compiled, machine, config.global_batch, program.plan,
         synchronised=config.bn == "sync", dropped=probe_options(mesh).dropped,
     )  # fmt: skip
-    groupings = compare_groupings(config, machine, "OHWI")
+    groupings = compare_groupings(config, shape_run(config), machine, "OHWI")
     print("\n\n".join([title, format_audit(found), format_choice(groupings, config.reducer)]))
     if not options.attached:
         print(_HONEST)

@@ -1,6 +1,5 @@
 """A run's configuration turned into its parts: the one place from which `train` and `explain` take them."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,21 +10,22 @@ import optax
 from jax.sharding import Mesh
 
 from trjax import collectives
-from trjax.chain import Chain
+from trjax.backward import Recipe
+from trjax.chain import Chain, init_chain
 from trjax.config import Config
-from trjax.cost import Machine, Topology, make_machine
 from trjax.data.augment import make_augment, normalise
 from trjax.data.batches import Batch
 from trjax.data.sources import DataSpec, describe
-from trjax.grouping import INDIFFERENT_SECONDS, SegmentCost, choose_launches, predict_exposed, predict_segments
 from trjax.mesh import SPLIT, placement, split_batch
 from trjax.optim import make_optimizer
 from trjax.options import INIT_OPTIONS
-from trjax.plan import NUM_RESULTS, ConvOrder, Plan, make_plan
+from trjax.plan import NUM_RESULTS, Plan, select_leaves
+from trjax.planning import Shapes, machine_of, plan_run
+from trjax.reducers import make_reducer
 from trjax.resnet import make_resnet
 from trjax.state import TrainState, init_state
-from trjax.step import conv_order_of, make_evaluation, make_train_step, state_formats
-from trjax.targets import target_of_device
+from trjax.step import conv_order_of, make_evaluation, make_train_step, state_formats, state_specs, train_split
+from trjax.zero import check_elementwise, join_state, shard_state
 
 
 @dataclass(frozen=True)
@@ -34,33 +34,53 @@ class Program:
 
     Attributes:
         mesh: the devices.
-        chain: the model.
-        plan: where its gradients live.
-        state_shape: a `TrainState` of shapes.
-        batch_shape: a `Batch` of shapes.
+        recipe: how gradients come about: the model, its plan, how groups are summed.
+        state_shape: a `TrainState` of shapes, as the step has it.
+        saved_shape: the same as checkpoints have it, whatever the reducer: every array whole.
+        batch_shape: a `Batch` of shapes, as the step has it.
+        eval_batch_shape: the same, as evaluation has it.
         totals_shape: of an evaluation's totals.
         formats: where each array of the state lies.
+        saved_formats: where each array of a restored state lies.
         init: `() -> TrainState`, jitted.
+        load: from the form of checkpoints to that of the step.
+        unload: the inverse.
         train_step: see `step.make_train_step`.
         accumulate: see `step.make_evaluation`.
         reduce_totals: likewise.
     """
 
     mesh: Mesh
-    chain: Chain
-    plan: Plan
+    recipe: Recipe
     state_shape: TrainState
+    saved_shape: TrainState
     batch_shape: Batch
+    eval_batch_shape: Batch
     totals_shape: jax.ShapeDtypeStruct
     formats: Any
+    saved_formats: Any
     init: Any
+    load: Any
+    unload: Any
     train_step: Any
     accumulate: Any
     reduce_totals: Any
 
+    @property
+    def plan(self) -> Plan:
+        """Where the gradients live."""
+        return self.recipe.plan
+
     def place(self, batch: Batch) -> Batch:
-        """Splits a batch over the devices."""
+        """Splits a batch of an evaluation over the devices."""
         return jax.device_put(batch, placement(self.mesh, SPLIT))
+
+    def place_train(self, batch: Batch) -> Batch:
+        """Splits a training batch over the devices; of several micro-batches, each over all of them."""
+        micro_batches = self.recipe.micro_batches
+        if micro_batches > 1:
+            batch = Batch(*(leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch))
+        return jax.device_put(batch, placement(self.mesh, train_split(micro_batches)))
 
 
 def make_chain(config: Config, spec: DataSpec) -> Chain:
@@ -76,99 +96,99 @@ def make_chain(config: Config, spec: DataSpec) -> Chain:
     )
 
 
-def shape_state(chain: Chain, optimizer: optax.GradientTransformation, spec: DataSpec, seed: int = 0) -> TrainState:
-    """Returns the shapes of the state; computes nothing."""
-    return jax.eval_shape(partial(init_state, chain, optimizer, spec.image_shape, seed))
+def shape_run(config: Config, chain: Chain | None = None) -> Shapes:
+    """Returns the shapes from which a run's plan is made; computes nothing."""
+    spec = describe(config.data)
+    chain = make_chain(config, spec) if chain is None else chain
+    params, batch_stats = jax.eval_shape(lambda: init_chain(chain, jax.random.key(0), spec.image_shape))
+    return Shapes(chain, params, batch_stats, spec.image_shape)
 
 
-def shape_batch(spec: DataSpec, global_batch: int) -> Batch:
-    """Returns the shapes of a global batch."""
+def shape_batch(spec: DataSpec, *dims: int) -> Batch:
+    """Returns the shapes of a batch with these leading dims."""
 
-    def shape(dtype: type[np.generic], *dims: int) -> Any:
-        return jax.ShapeDtypeStruct((global_batch, *dims), dtype)
+    def shape(dtype: type[np.generic], *rest: int) -> Any:
+        return jax.ShapeDtypeStruct((*dims, *rest), dtype)
 
     return Batch(shape(np.uint8, *spec.image_shape), shape(np.int32), shape(np.float32), shape(np.int32))
 
 
-def machine_of(mesh: Mesh, link_gbytes: float = 0.0) -> Machine:
-    """Returns what the cost model takes the devices of a mesh for; one process is one host."""
-    hosts = len({device.process_index for device in mesh.devices.flat})
-    target = target_of_device(mesh.devices.flat[0].device_kind)
-    return make_machine(target, Topology(hosts, mesh.size // hosts), link_gbytes)
+def _make_optimizers(
+    config: Config, shapes: Shapes, plan: Plan, optimizer: optax.GradientTransformation | None
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Returns the optimizer of whole parameters, and that of the part that a device updates: often the same."""
+    trained = select_leaves(shapes.params, plan.trained)
+    sharded = make_reducer(config).sharded
+    if optimizer is not None:
+        if sharded:
+            check_elementwise(optimizer, trained)
+        return optimizer, optimizer
+    sums = (collectives.sum_norms,) if sharded else ()
+    return make_optimizer(config.optim, trained), make_optimizer(config.optim, trained, *sums)
 
 
-def _segment_costs(
-    config: Config, chain: Chain, shapes: TrainState, spec: DataSpec, machine: Machine
-) -> tuple[SegmentCost, ...]:
-    local_batch = split_batch(config.global_batch, machine.topology.world_size)
-    return predict_segments(chain, shapes.params, shapes.batch_stats, spec.image_shape, local_batch, machine)
-
-
-def _exposed(costs: Sequence[SegmentCost], plan: Plan, machine: Machine) -> float:
-    return predict_exposed(costs, [(group.launch_after, group.size_bytes) for group in plan.groups], machine)
-
-
-def _choose_plan(plan_groups: Callable[..., Plan], costs: Sequence[SegmentCost], machine: Machine) -> Plan:
-    """Returns the plan of `--reducer auto`: the default one unless other groups are predicted to save time."""
-    two_groups, chosen = plan_groups(), plan_groups(launches=choose_launches(costs, machine))
-    saved = _exposed(costs, two_groups, machine) - _exposed(costs, chosen, machine)
-    return chosen if saved > INDIFFERENT_SECONDS else two_groups
-
-
-def compare_groupings(config: Config, machine: Machine, conv_order: ConvOrder) -> dict[str, tuple[Plan, float]]:
-    """Returns the plan of each reducer, and the exposed seconds that the cost model predicts for it."""
-    spec = describe(config.data)
-    chain = make_chain(config, spec)
-    shapes = shape_state(chain, make_optimizer(config.optim), spec)
-    plan_groups = partial(make_plan, shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
-    costs = _segment_costs(config, chain, shapes, spec, machine)
-    plans = {"two_group": plan_groups(), "auto": _choose_plan(plan_groups, costs, machine)}
-    return {reducer: (plan, _exposed(costs, plan, machine)) for reducer, plan in plans.items()}
-
-
-def make_program(config: Config, mesh: Mesh, chain: Chain | None = None) -> Program:
+def make_program(
+    config: Config, mesh: Mesh, chain: Chain | None = None, optimizer: optax.GradientTransformation | None = None
+) -> Program:
     """Returns the parts of a run on a mesh.
 
     Args:
         config: the run.
         mesh: its devices.
         chain: a model of one's own in place of the configured ResNet.
+        optimizer: one's own, for a learning rate of one, in place of the configured one.
 
     Raises:
-        ValueError: the global batch is not divisible by the number of devices.
+        ValueError: the global batch is not divisible by the number of devices, `freeze` names no parameter, or the
+            optimizer cannot update shards.
     """
-    split_batch(config.global_batch, mesh.size)
-    spec = describe(config.data)
-    chain = make_chain(config, spec) if chain is None else chain
-    optimizer = make_optimizer(config.optim)
-    shapes = shape_state(chain, optimizer, spec, config.seed)
+    split_batch(config.global_batch, mesh.size, config.accumulate)
+    spec, shapes, reducer = describe(config.data), shape_run(config, chain), make_reducer(config)
     platform = mesh.devices.flat[0].platform
     conv_order = conv_order_of(platform)
-    plan_groups = partial(make_plan, shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
-    if config.reducer == "auto":
-        machine = machine_of(mesh, config.link_gbytes)
-        plan = _choose_plan(plan_groups, _segment_costs(config, chain, shapes, spec, machine), machine)
-    else:
-        plan = plan_groups()
-    formats = state_formats(mesh, shapes, conv_order)
-    init = partial(init_state, chain, optimizer, spec.image_shape, config.seed)
+    plan = plan_run(config, shapes, machine_of(mesh, config.link_gbytes), conv_order)
+    whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer)
+    select = partial(select_leaves, names=plan.trained)
+    init = partial(init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select)
+    spread, join = (
+        partial(convert, whole_optimizer, plan) if reducer.sharded else _same for convert in (shard_state, join_state)
+    )
+    saved_shape = jax.eval_shape(init)
+    state_shape = jax.eval_shape(spread, saved_shape)
+    specs = state_specs(optimizer, state_shape, reducer.sharded)
+    formats = state_formats(mesh, state_shape, specs, conv_order)
+    saved_formats = state_formats(mesh, saved_shape, state_specs(optimizer, saved_shape, False), conv_order)
+    compile_init = partial(jax.jit, compiler_options=INIT_OPTIONS.get(platform))
+    recipe = Recipe(
+        shapes.chain, plan, config.global_batch, reducer.launch, "first" if config.bn == "rank0" else "mean",
+        config.accumulate, reducer.sharded,
+    )  # fmt: skip
     augment = make_augment(config.data, spec, config.seed)
-    accumulate, reduce_totals = make_evaluation(chain, partial(normalise, spec=spec), mesh, formats)
+    accumulate, reduce_totals = make_evaluation(shapes.chain, partial(normalise, spec=spec), mesh, formats)
+    micro = (config.accumulate, config.global_batch // config.accumulate)
     return Program(
         mesh=mesh,
-        chain=chain,
-        plan=plan,
-        state_shape=shapes,
-        batch_shape=shape_batch(spec, config.global_batch),
+        recipe=recipe,
+        state_shape=state_shape,
+        saved_shape=saved_shape,
+        batch_shape=shape_batch(spec, *micro[config.accumulate == 1 :]),
+        eval_batch_shape=shape_batch(spec, config.global_batch),
         totals_shape=jax.ShapeDtypeStruct((mesh.size, NUM_RESULTS), np.float32),
         formats=formats,
-        init=jax.jit(init, out_shardings=formats, compiler_options=INIT_OPTIONS.get(platform)),
+        saved_formats=saved_formats,
+        init=compile_init(lambda: spread(init()), out_shardings=formats),
+        load=jax.jit(spread, out_shardings=formats) if reducer.sharded else _same,
+        unload=jax.jit(join, out_shardings=saved_formats) if reducer.sharded else _same,
         train_step=make_train_step(
-            chain, plan, optimizer, augment, mesh, formats, global_batch=config.global_batch, seed=config.seed
+            recipe, optimizer, augment, mesh, specs, formats, seed=config.seed, written_out=reducer.written_out
         ),
         accumulate=accumulate,
         reduce_totals=reduce_totals,
     )
+
+
+def _same(state: TrainState) -> TrainState:
+    return state
 
 
 def lower_step(program: Program) -> Any:
@@ -182,7 +202,7 @@ def compile_program(program: Program) -> Program:
 
     A compiled function refuses any other shape, type or placement: nothing can compile again unnoticed.
     """
-    state, batch, totals = program.state_shape, program.batch_shape, program.totals_shape
+    state, batch, totals = program.state_shape, program.eval_batch_shape, program.totals_shape
     return replace(
         program,
         train_step=lower_step(program).compile(),
