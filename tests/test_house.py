@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trjax"
 FLOORS = [
-    ["config", "plan", "mesh", "keys", "batchnorm", "chain", "records", "targets", "hlo"],
+    ["config", "plan", "mesh", "keys", "batchnorm", "chain", "records", "targets", "hlo", "algorithms"],
     ["data", "resnet", "collectives", "optim", "state", "presets", "workdir", "cost", "options", "operations"],
     ["backward", "checkpoint", "grouping", "timeline", "compiled"],
     ["step", "buffers"],
