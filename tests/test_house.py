@@ -16,7 +16,7 @@ FLOORS = [
     ["data", "resnet", "collectives", "optim", "state", "presets", "workdir", "cost", "options", "operations"],
     ["backward", "checkpoint", "grouping", "timeline", "compiled"],
     ["step", "buffers"],
-    ["program", "audit", "figures"],
+    ["program", "audit", "figures", "explain_cost"],
     ["train", "explain"],
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
