@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trjax"
 FLOORS = [
-    ["config", "buckets", "mesh", "keys", "batchnorm", "chain", "records", "targets", "hlo"],
+    ["config", "buckets", "mesh", "keys", "batchnorm", "chain", "records", "targets", "hlo", "algorithms"],
     ["tables", "plan", "data", "resnet", "collectives", "optim", "state", "cost", "options", "operations"],
     ["presets", "workdir", "packing", "reducers", "checkpoint", "grouping", "timeline", "compiled"],
     ["backward", "zero", "planning", "buffers"],
     ["step", "audit", "figures"],
-    ["program"],
+    ["program", "explain_cost"],
     ["train", "explain"],
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}

@@ -1,17 +1,27 @@
 """Seconds from bytes, FLOPs and links: what the plan and the timeline predict with. No devices, no JAX.
 
 A kernel takes the longer of its memory traffic and its arithmetic, and a launch (the roofline model). An AllReduce
-takes a latency for every message and the transfer of its bytes (the a-B model). Peak rates are scaled to what
-tuned code reaches; what compute and communication take from each other on one GPU is left out.
+takes what its algorithm does (`algorithms`, the a-B model), and a call. Peak rates are scaled to what tuned code
+reaches; what compute and communication take from each other on one GPU is left out.
 
-Sources: Williams et al., "Roofline", 2009; Thakur et al., "Optimization of Collective Communication Operations in
-MPICH", 2005 (ring); Sanders et al., "Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan", 2009.
+Source: Williams et al., "Roofline", 2009.
 """
 
-import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+from trjax.algorithms import (
+    Cost,
+    Link,
+    predict_double_tree,
+    predict_hierarchical,
+    predict_parameter_server,
+    predict_ring,
+    predict_tree,
+    predict_zero1,
+    predict_zero3,
+)
 from trjax.targets import Target
 
 MEMORY_EFFICIENCY = 0.835
@@ -29,14 +39,6 @@ CALL_SECONDS = 10e-6
 """Fixed cost of a NCCL call."""
 NVLINK_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 1e-6, 5e-6
 """Of one message, assumed: published figures differ with protocol and switch."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link between two neighbours: one direction's rate, and the latency of a message."""
-
-    bytes_per_second: float
-    latency_seconds: float
 
 
 @dataclass(frozen=True)
@@ -96,29 +98,52 @@ def make_machine(target: Target, topology: Topology, link_gbytes: float = 0.0) -
         link_gbytes: GB/s that the slowest link reaches, in place of the data sheet's: that between hosts, or
             NVLink with one host. 0 keeps the data sheet's.
     """
-    nvlink = target.nvlink_bytes_per_second * NVLINK_EFFICIENCY
-    network = target.network_bytes_per_second * NETWORK_EFFICIENCY
+    nvlink = Link(target.nvlink_bytes_per_second, NVLINK_LATENCY_SECONDS, NVLINK_EFFICIENCY)
+    network = Link(target.network_bytes_per_second, NETWORK_LATENCY_SECONDS, NETWORK_EFFICIENCY)
     if link_gbytes and topology.hosts > 1:
-        network = link_gbytes * 1e9
+        network = Link(link_gbytes * 1e9, NETWORK_LATENCY_SECONDS)
     elif link_gbytes:
-        nvlink = link_gbytes * 1e9
-    return Machine(target, topology, Link(nvlink, NVLINK_LATENCY_SECONDS), Link(network, NETWORK_LATENCY_SECONDS))
+        nvlink = Link(link_gbytes * 1e9, NVLINK_LATENCY_SECONDS)
+    return Machine(target, topology, nvlink, network)
 
 
-def predict_ring(size_bytes: float, world_size: int, link: Link) -> float:
-    """Returns the seconds of a ring AllReduce: 2 (N-1) messages of 1/N of the data.
+def flat_link(machine: Machine, channels: int = 1) -> Link:
+    """Returns the link of an algorithm that knows no hosts: the slowest on its way sets the pace of every step.
 
-    >>> round(predict_ring(2**30, 8, Link(25 * 2**30, 0.0)) * 1e3, 6)
-    70.0
+    Args:
+        machine: hosts and links.
+        channels: copies of the ring or tree, each of which leaves a host over the link of another GPU.
     """
-    return 2 * (world_size - 1) * (link.latency_seconds + size_bytes / (world_size * link.bytes_per_second))
+    if machine.topology.hosts == 1:
+        return machine.nvlink
+    network = replace(machine.network, channels=channels)
+    rate = min(machine.nvlink.reached_bytes_per_second, network.reached_bytes_per_second)
+    return Link(rate, max(machine.nvlink.latency_seconds, machine.network.latency_seconds))
 
 
-def predict_tree(size_bytes: float, world_size: int, link: Link) -> float:
-    """Returns the seconds of a pipelined double binary tree: two trees, half of the data on each."""
-    if world_size == 1:
-        return 0.0
-    return 2 * math.ceil(math.log2(world_size)) * link.latency_seconds + 2 * size_bytes / link.bytes_per_second
+def predict_algorithms(size_bytes: float, machine: Machine, channels: int = 1) -> dict[str, Cost]:
+    """Returns the cost of every way to sum gradients over all GPUs, by its name.
+
+    The last two do not return the whole sum to every GPU: they save memory.
+
+    Args:
+        size_bytes: on each GPU.
+        machine: what it runs on.
+        channels: of the algorithms that know no hosts, see `flat_link`.
+    """
+    hosts, local, world_size = machine.topology.hosts, machine.topology.gpus_per_host, machine.topology.world_size
+    flat = flat_link(machine, channels)
+    by_hosts = partial(predict_hierarchical, size_bytes, hosts, local, machine.nvlink, machine.network)
+    return {
+        "parameter server": predict_parameter_server(size_bytes, world_size, flat),
+        "ring": predict_ring(size_bytes, world_size, flat),
+        "binary tree": predict_tree(size_bytes, world_size, flat),
+        "double binary tree": predict_double_tree(size_bytes, world_size, flat),
+        "hierarchical, rings": by_hosts(),
+        "hierarchical, trees": by_hosts(across=predict_double_tree),
+        "ZeRO-1, ZeRO-2": predict_zero1(size_bytes, world_size, flat),
+        "ZeRO-3, FSDP": predict_zero3(size_bytes, world_size, flat),
+    }
 
 
 def predict_all_reduce(size_bytes: float, machine: Machine) -> float:
@@ -130,10 +155,26 @@ def predict_all_reduce(size_bytes: float, machine: Machine) -> float:
     hosts, local = machine.topology.hosts, machine.topology.gpus_per_host
     if hosts * local == 1:
         return 0.0
-    inside = predict_ring(size_bytes, local, machine.nvlink)
-    share = size_bytes / local
-    across = min(predict_ring(share, hosts, machine.network), predict_tree(share, hosts, machine.network))
-    return CALL_SECONDS + inside + across
+    by_hosts = partial(predict_hierarchical, size_bytes, hosts, local, machine.nvlink, machine.network)
+    return CALL_SECONDS + min(by_hosts(across=across).seconds for across in (predict_ring, predict_double_tree))
+
+
+def predict_efficiency(compute_seconds: float, exposed_seconds: float) -> float:
+    """Returns a device's share of the throughput that it has alone, where nothing is exposed.
+
+    >>> predict_efficiency(3.0, 1.0)
+    0.75
+    """
+    return compute_seconds / (compute_seconds + exposed_seconds)
+
+
+def predict_speedup(world_size: int, compute_seconds: float, exposed_seconds: float) -> float:
+    """Returns how many single devices do as much: 256 whose steps take twice as long do the work of 128.
+
+    >>> predict_speedup(256, 0.1, 0.1)
+    128.0
+    """
+    return world_size * predict_efficiency(compute_seconds, exposed_seconds)
 
 
 def predict_kernel(size_bytes: float, flops: float, dtype: str, target: Target) -> float:

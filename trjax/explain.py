@@ -16,6 +16,7 @@ from trjax.audit import Audit, audit
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
 from trjax.cost import Topology, make_machine, parse_topology
+from trjax.explain_cost import describe_costs
 from trjax.figures import draw_timeline
 from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
 from trjax.options import probe_options
@@ -31,8 +32,9 @@ _USAGE = """usage: python -m trjax.explain COMMAND [OPTIONS]
 
   plan   the table of groups and regions: where every gradient lives
   step   compile the train step, for GPUs that need not be here: every collective, what hides it, what it costs
+  cost   what each way to sum over ranks takes, by formulas alone, and where each wins
 
-`python -m trjax.explain COMMAND --help` lists the options, which are those of trjax.train and a few more."""
+`python -m trjax.explain COMMAND --help` lists the options: for plan and step those of trjax.train and a few more."""
 
 _HONEST = (
     "compiled without the device: autotuning and the pass that orders collectives on the device may change kernels, "
@@ -223,7 +225,17 @@ def explain_step(arguments: Sequence[str]) -> int:
     return 1 if options.strict and not found.ok else 0
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": explain_plan, "step": explain_step}
+def explain_cost(arguments: Sequence[str]) -> int:
+    """Prints what each way to sum over ranks takes, and returns the exit code."""
+    print(describe_costs(arguments))
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "plan": explain_plan,
+    "step": explain_step,
+    "cost": explain_cost,
+}
 
 
 def main(arguments: Sequence[str]) -> int:
