@@ -111,7 +111,7 @@ def test_half_precision_sums_do_not_overflow() -> None:
     exact = reduced_on(8, chain, params, batch_stats, block)["only/Dense_0/kernel"]
     half = reduced_on(8, chain, params, batch_stats, block, planned={"comm_dtype": "float16"})["only/Dense_0/kernel"]
     assert np.abs(exact).max() * 8 > np.finfo(np.float16).max > np.abs(exact).max() > 2.5e4
-    np.testing.assert_allclose(half, exact, rtol=2**-11)
+    np.testing.assert_allclose(half, exact, rtol=8 * 2**-11)  # eight roundings
 
 
 def test_narrow_groups_are_reduced_in_their_type() -> None:
@@ -145,9 +145,7 @@ def test_programs_hold_what_the_reducer_says(name: Any, topology: tuple[int, int
     assert (Counter(calls) == expected.groups) == (name != "per_leaf")  # these the compiler puts together
     assert sum(row.bytes for row in found.collectives) == sum(size for *_, size in expected.groups.elements())
     if name == "ring":
-        deep = program.plan.groups[0].size_bytes
-        assert calls.count(("deep", "collective-permute", deep // 4)) == 6
+        assert [count for (group, *_), count in expected.groups.items() if group == "deep"] == [6]  # 2 (N - 1)
     if name == "hierarchical":
-        assert [op.groups for op in compiled.operations if op.collective][:3] == [
-            ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1), (2, 3)),
-        ]  # fmt: skip
+        joined = Counter(operation.groups for operation in compiled.operations if operation.collective)
+        assert joined == {((0, 1), (2, 3)): 4, ((0, 2), (1, 3)): 2}  # in each host, and across
