@@ -83,7 +83,8 @@ def test_one_reduction_and_the_memory_of_one_micro_batch() -> None:
     gradients = sum(group.size_bytes for group in one.plan.groups)
     activations = compiled[0].temp_bytes
     assert activations > 20 * gradients
-    assert compiled[1].temp_bytes < 1.2 * activations + 2 * gradients
+    images = 3 * 256 * 8 * 8 * 3 * (1 + 2)  # of the loop's three micro-batches on a device: uint8, and bfloat16
+    assert compiled[1].temp_bytes < 1.01 * activations + 2 * gradients + images
     big = compile_lowered(lower_step(conv_program(1, 2048)))
     assert big.temp_bytes > 3 * activations  # what it saves
 
