@@ -32,8 +32,9 @@ from trjax.data.sources import load
 from trjax.explain import format_audit
 from trjax.mesh import make_mesh, start_platform
 from trjax.options import probe_options
+from trjax.planning import expect, machine_of
 from trjax.presets import preset_config
-from trjax.program import Program, lower_step, machine_of, make_program
+from trjax.program import Program, lower_step, make_program
 from trjax.records import format_table
 
 WARMUP_STEPS = 5  # left out of the times: the first calls fill pools, and make the CUDA graphs
@@ -202,7 +203,7 @@ def predict(found: Audit, compiled: Compiled) -> Figures:
 def measure(program: Program, config: Config, compiled: Compiled, step: Any, num_steps: int) -> Found:
     """Returns the same as measured, and the gaps and orders."""
     (batch,) = train_batches(load(config.data)[0], config.global_batch, config.seed, 0, 1)
-    batch = jax.block_until_ready(program.place(batch))
+    batch = jax.block_until_ready(program.place_train(batch))
     state, _, first = run_steps(step, program.init(), batch, WARMUP_STEPS)
     state, seconds, last = run_steps(step, state, batch, num_steps)
     print(f"loss {first:.4f} after {WARMUP_STEPS} steps, {last:.4f} after {num_steps} more")
@@ -260,7 +261,7 @@ def check(options: Options) -> None:
     compiled = compile_lowered(lower_step(program))  # once: what is audited is what runs
     step = compiled.executable
     print(f"compiled in {time.perf_counter() - start:.0f} s, options dropped: {', '.join(dropped) or 'none'}")
-    found = audit(compiled, machine, config.global_batch, program.plan, dropped=dropped)
+    found = audit(compiled, machine, config.global_batch, expect(config, program.plan, machine.topology), dropped)
     measured, gaps_us, orders = measure(program, config, compiled, step, num_steps)
     planned, predicted = [collective.group for collective in found.collectives], predict(found, compiled)
     kept = all(order in (planned * PROFILED_STEPS, [UNNAMED] * len(planned) * PROFILED_STEPS) for order in orders)

@@ -2,21 +2,26 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trjax.backward import reduce_gradients, score
+from trjax import collectives
+from trjax.backward import Recipe, reduce_gradients, score
+from trjax.buckets import Split, two_groups
 from trjax.chain import Chain, apply_segment
 from trjax.collectives import sum_moments
 from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
+from trjax.data.batches import Batch
 from trjax.mesh import REPLICATED, SPLIT, make_mesh
 from trjax.options import probe_options
 from trjax.plan import make_plan, name_leaves
 from trjax.program import Program, make_program
 from trjax.resnet import Block, Head, StemSegment
+from trjax.step import train_split
 
 DATA = DataConfig(source="synthetic", image_shape=(8, 8, 3), train_examples=100, test_examples=50)
 
@@ -62,20 +67,41 @@ def noise_block(seed: int, size: int, shape: tuple[int, ...] = (8, 8, 3), num_cl
 
 
 def reduced_on(
-    num_devices: int, chain: Chain, params: Any, batch_stats: Any, block: Any, launches: tuple[str, ...] = ()
+    num_devices: int,
+    chain: Chain,
+    params: Any,
+    batch_stats: Any,
+    block: Any,
+    split: Split = two_groups,
+    *,
+    hosts: int = 1,
+    planned: Any = MappingProxyType({}),
+    **recipe: Any,
 ) -> dict[str, np.ndarray]:
-    """What `reduce_gradients` gives on that many devices, by region name."""
-    mesh = make_mesh(f"0-{num_devices - 1}")
-    plan = make_plan(params, batch_stats, tuple(chain), conv_order="HWIO", launches=launches)
-    body = partial(
-        reduce_gradients, chain, plan, global_batch=len(block[1]), key=jax.random.key(0)
-    )  # fmt: skip
-    specs = (REPLICATED, REPLICATED, SPLIT, SPLIT, SPLIT)
+    """What `reduce_gradients` gives on that many devices, by region name; all devices hold the same bits."""
+    mesh = make_mesh(f"0-{num_devices - 1}", hosts)
+    plan = make_plan(params, batch_stats, tuple(chain), split, conv_order="HWIO", **planned)
+    how = Recipe(chain, plan, len(block[1]), **{"launch": collectives.all_reduce, **recipe})
+
+    def body(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array, mask: jax.Array) -> Any:
+        batch = Batch(images, labels, mask, labels)
+        reduced = reduce_gradients(how, params, batch_stats, batch, lambda micro: micro.images, jax.random.key(0))
+        return jax.tree.map(lambda leaf: leaf[None], reduced)  # a row for each device
+
+    split_spec = train_split(how.micro_batches)
     run = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=REPLICATED),
+        jax.shard_map(body, mesh=mesh, in_specs=(REPLICATED, REPLICATED, *[split_spec] * 3), out_specs=SPLIT,
+                      check_vma=how.launch is not collectives.ring),
         compiler_options=probe_options(mesh).accepted,
-    )
-    return jax.tree.map(np.asarray, run(params, batch_stats, *block))
+    )  # fmt: skip
+    if how.micro_batches > 1:
+        block = [leaf.reshape(how.micro_batches, -1, *leaf.shape[1:]) for leaf in block]
+    rows = jax.tree.map(np.asarray, run(params, batch_stats, *block))
+    if how.sharded:
+        return rows
+    for row in range(num_devices):
+        jax.tree.map(lambda leaf, row=row: np.testing.assert_array_equal(leaf[row], leaf[0]), rows)
+    return jax.tree.map(lambda leaf: leaf[0], rows)
 
 
 @partial(jax.jit, static_argnums=0)

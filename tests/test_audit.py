@@ -7,19 +7,20 @@ import jax.numpy as jnp
 import pytest
 from helpers import one_block_chain, tiny_config
 
-from trjax import collectives, program, step
+from trjax import collectives, forms
 from trjax.audit import Audit, audit
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
 from trjax.cost import CALL_SECONDS, Link, Machine, Topology
 from trjax.figures import draw_timeline
-from trjax.mesh import make_topology_mesh
+from trjax.mesh import AXIS, make_topology_mesh
 from trjax.operations import Operation
 from trjax.plan import make_plan
-from trjax.program import Program, lower_step, machine_of, make_program
+from trjax.planning import expect, machine_of
+from trjax.program import Program, lower_step, make_program
 from trjax.targets import TARGETS, compile_config
 
-VERDICTS = ("AllReduces", "others", "blocking", "exposed", "transposes", "copies", "one allocation", "options")
+VERDICTS = ("collectives", "others", "blocking", "exposed", "transposes", "copies", "one allocation", "options")
 
 
 def prepared(world_size: int = 2, **changes: Any) -> tuple[Config, Program, Compiled]:
@@ -31,7 +32,8 @@ def prepared(world_size: int = 2, **changes: Any) -> tuple[Config, Program, Comp
 
 
 def judged(config: Config, made: Program, compiled: Compiled, **options: Any) -> Audit:
-    return audit(compiled, machine_of(made.mesh), config.global_batch, made.plan, **options)
+    machine = machine_of(made.mesh)
+    return audit(compiled, machine, config.global_batch, expect(config, made.plan, machine.topology), **options)
 
 
 def audited(world_size: int = 2, **options: Any) -> Audit:
@@ -63,9 +65,9 @@ def test_two_groups_are_as_planned(tmp_path: Any) -> None:
 
 def test_statistics_take_one_all_reduce_a_normalisation_and_direction() -> None:
     of_sync = prepared(bn="sync")
-    found = judged(*of_sync, synchronised=True)
+    found = judged(*of_sync)
     assert failed(found) == []
-    assert failed(judged(*of_sync)) == ["others"]  # nobody planned them
+    assert failed(judged(tiny_config(), *of_sync[1:])) == ["others"]  # nobody planned them
     statistics = sorted(row.bytes for row in found.collectives if row.group == "statistics")
     channels = [4, 8, 8, 8]
     assert statistics == sorted([4 * (2 * c + 1) for c in channels] + [4 * 2 * c for c in channels])
@@ -88,7 +90,8 @@ def by_hand(*, waits: bool = False, copies: bool = False) -> Audit:
     between = [done, beside] if waits else [beside, done]
     operations = [gradient, *([copied] if copies else []), fill, start, *between, update]
     machine = Machine(TARGETS["h100"], Topology(2, 1), Link(1e8, 0.0), Link(1e8, 0.0))
-    return audit(Compiled(None, "", tuple(operations), 0, 0, ()), machine, 8, plan)
+    expected = expect(tiny_config(), plan, machine.topology)
+    return audit(Compiled(None, "", tuple(operations), 0, 0, ()), machine, 8, expected)
 
 
 @pytest.mark.fast
@@ -124,25 +127,26 @@ def test_one_device_reduces_nothing() -> None:
 
 
 def double_sum(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
-    return jax.lax.psum(jax.lax.pcast(jax.lax.psum(buffer, "data"), "data", to="varying"), "data")
+    return jax.lax.psum(jax.lax.pcast(jax.lax.psum(buffer, AXIS), AXIS, to="varying"), AXIS)
 
 
 def in_parts(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
-    return jnp.concatenate([jax.lax.psum(buffer[:-1], "data"), jax.lax.psum(buffer[-1:], "data")])
+    return jnp.concatenate([jax.lax.psum(buffer[:-1], AXIS), jax.lax.psum(buffer[-1:], AXIS)])
 
 
 def in_half(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
-    return jax.lax.psum(buffer.astype(jnp.bfloat16), "data").astype(jnp.float32)
+    return jax.lax.psum(buffer.astype(jnp.bfloat16), AXIS).astype(jnp.float32)
 
 
 @pytest.mark.parametrize("fault", [double_sum, in_parts, in_half])
 def test_other_all_reduces_than_planned_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "sum_group", fault)
+    monkeypatch.setattr(collectives, "all_reduce", fault)
     found = failed(audited())
-    assert {"AllReduces", "one allocation"} <= set(found)
+    assert {"collectives", "one allocation"} <= set(found)
     assert ("blocking" in found) == (fault is double_sum)
 
 
 def test_parameters_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "state_formats", lambda mesh, state, order: step.state_formats(mesh, state, "HWIO"))
+    formats = forms.state_formats
+    monkeypatch.setattr(forms, "state_formats", lambda *what, conv_order: formats(*what, "HWIO"))
     assert failed(audited(dropped=("xla_gone",))) == ["transposes", "options"]

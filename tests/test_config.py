@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trjax.config import Config, DataConfig, ModelConfig, OptimConfig, config_from_table, config_to_toml, read_table
+from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.presets import PRESETS, parse_config
+from trjax.tables import config_from_table, config_to_toml, read_table
 
 pytestmark = pytest.mark.fast
 
@@ -77,7 +78,7 @@ def test_resumed_run_starts_from_its_own_file() -> None:
         ("epochs = true", r"epochs: Input should be a valid integer"),
         ("epochs = 2.5", r"epochs: Input should be a valid integer"),
         ("data = 3", r"data: "),
-        ("bn = 'none'", r"bn: Input should be 'local' or 'sync', not 'none'"),
+        ("bn = 'none'", r"bn: Input should be 'local', 'sync' or 'rank0', not 'none'"),
         ("epochs = 0", r"epochs=0: must be positive"),
         ("[optim]\nmomentum = 0", r"optim.nesterov with optim.momentum=0"),
         ("preset = 'nothing'", r"preset='nothing' is unknown; known: digits, "),

@@ -86,7 +86,7 @@ def test_ordinary_programs_compute_the_same(bn: str, name: str) -> None:
     ordinary = make_ordinary_step(config, one_block_chain(), program.mesh, name)
     one, other = program.init(), program.init()
     for batch in train_batches(load(config.data)[0], config.global_batch, config.seed, 0, 3):
-        placed = program.place(batch)
+        placed = program.place_train(batch)
         one, ours = program.train_step(one, placed, np.float32(0.05), np.int32(0))
         other, theirs = ordinary(other, placed, np.float32(0.05), np.int32(0))
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)

@@ -49,8 +49,15 @@ def test_any_text_is_parsed_or_refused(spec: str) -> None:
 
 
 def test_mesh_keeps_the_order_named() -> None:
-    assert [device.id for device in make_mesh("5,0-2").devices] == [5, 0, 1, 2]
-    assert make_mesh("all").size == 8
+    assert [device.id for device in make_mesh("5,0-2").devices.flat] == [5, 0, 1, 2]
+    assert make_mesh("all").devices.shape == (1, 8)  # one process, one host
+
+
+def test_mesh_knows_hosts() -> None:
+    mesh = make_mesh("0-5", hosts=2)
+    assert [[device.id for device in host] for host in mesh.devices] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="hosts=4 do not divide the 6 devices equally"):
+        make_mesh("0-5", hosts=4)
 
 
 def test_out_of_range_says_how_many_there_are() -> None:

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.fast
 
 def walk(optim: OptimConfig, gradients: list[float], rate: float = 0.1) -> list[float]:
     """One kernel that starts at 1, after each update."""
-    optimizer = make_optimizer(optim)
     params: Any = {"kernel": jnp.ones((1, 1))}
+    optimizer = make_optimizer(optim, params)
     state, path = optimizer.init(params), []
     for gradient in gradients:
         updates, state = optimizer.update({"kernel": jnp.full((1, 1), gradient)}, state, params)
@@ -43,10 +43,9 @@ def test_updates_worked_by_hand(options: Any, expected: list[float]) -> None:
 
 @pytest.mark.parametrize(("everything", "expected"), [(False, [0.5, 0, 0]), (True, [0.5, 0.5, 0.5])])
 def test_norms_and_biases_decay_only_if_asked(everything: bool, expected: list[float]) -> None:
-    optimizer = make_optimizer(
-        OptimConfig(weight_decay=0.5, momentum=0.0, nesterov=False, decay_norm_and_bias=everything)
-    )
     params = {"kernel": jnp.ones((3, 3, 1, 1)), "norm": {"scale": jnp.ones(2), "bias": jnp.ones(2)}}
+    optim = OptimConfig(weight_decay=0.5, momentum=0.0, nesterov=False, decay_norm_and_bias=everything)
+    optimizer = make_optimizer(optim, params)
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     assert [float(updates["kernel"][0, 0, 0, 0]), *(float(leaf[0]) for leaf in updates["norm"].values())] == expected
 

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trjax.buckets import Kind, Split, at_launches, ddp_buckets, one_each, one_group, two_groups
 from trjax.cost import Machine, make_machine, parse_topology
 from trjax.explain import format_plan
-from trjax.plan import ConvOrder, Kind, Plan, flatten, make_plan, name_leaves, restore_leaves, unflatten
+from trjax.packing import flatten, unflatten
+from trjax.plan import ConvOrder, Plan, make_plan, name_leaves, restore_leaves
+from trjax.planning import compare_groupings
 from trjax.presets import PRESETS
-from trjax.program import compare_groupings
+from trjax.program import shape_run
 from trjax.targets import TARGETS
 
 pytestmark = pytest.mark.fast
@@ -26,7 +30,8 @@ SLOW = make_machine(TARGETS["h100"], parse_topology("64x1"), link_gbytes=10)
 
 
 def planned(preset: str, conv_order: ConvOrder, reducer: str = "two_group", machine: Machine = NODE) -> Plan:
-    return compare_groupings(replace(PRESETS[preset].config, global_batch=2048), machine, conv_order)[reducer][0]
+    config = replace(PRESETS[preset].config, global_batch=2048)
+    return compare_groupings(config, shape_run(config), machine, conv_order)[reducer][0]
 
 
 def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -68,7 +73,7 @@ def test_layout_worked_by_hand() -> None:
 
 
 def test_launches_worked_by_hand() -> None:
-    plan = make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS, launches=("body", "head"))
+    plan = make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS, partial(at_launches, (1, 2)))
     assert [(group.name, group.launch_after) for group in plan.groups] == [
         ("deep1", "head"),
         ("deep2", "body"),
@@ -127,7 +132,7 @@ def test_empty_groups_vanish_and_results_move() -> None:
         ({"stem": {"kernel": shape(2, dtype=jnp.bfloat16)}}, {}, r"stem/kernel is bfloat16; parameters"),
         ({"other": {"kernel": shape(2)}}, {}, r"other/kernel belongs to no segment of the chain: stem, body, head"),
         ({"stem": {}}, {}, r"no parameters"),
-        (SMALL_PARAMS, {"launches": ["tail"]}, r"launches: tail is no segment of the chain: stem, body, head"),
+        (SMALL_PARAMS, {"frozen": set(name_leaves(SMALL_PARAMS))}, r"no parameters to train: .* all are frozen"),
         (SMALL_PARAMS, {"alignment_bytes": 6}, r"alignment_bytes=6 is not a positive multiple of 4"),
     ],
 )
@@ -157,12 +162,18 @@ def trees(draw: st.DrawFn) -> tuple[Any, Any, tuple[str, ...]]:
     return to_shapes(params), to_shapes(batch_stats), segments
 
 
+def splits(num_segments: int) -> st.SearchStrategy[Split]:
+    launches = st.lists(st.integers(0, num_segments - 1)).map(lambda chosen: partial(at_launches, chosen))
+    buckets = st.builds(partial, st.just(ddp_buckets), st.integers(0, 200), st.booleans())
+    return st.one_of(st.sampled_from([two_groups, one_group, one_each]), launches, buckets)
+
+
 @settings(max_examples=40, deadline=None)
 @given(trees(), st.sampled_from([4, 16, 256]), st.data())
 def test_regions_tile_their_group(tree: Any, alignment_bytes: int, data: st.DataObject) -> None:
     params, batch_stats, segments = tree
-    launches = data.draw(st.lists(st.sampled_from(segments)))
-    plan = make_plan(params, batch_stats, segments, alignment_bytes=alignment_bytes, launches=launches)
+    split = data.draw(splits(len(segments)))
+    plan = make_plan(params, batch_stats, segments, split, alignment_bytes=alignment_bytes)
     expected = {**name_leaves(params), **name_leaves(batch_stats), "results": shape(4)}
     assert {region.name: region.shape for region in plan.regions} == {name: s.shape for name, s in expected.items()}
     assert len(plan.regions) == len(expected)

@@ -33,7 +33,7 @@ def batches(config: Config, num_steps: int) -> list[Batch]:
 def run_steps(program: Program, some: list[Batch], rate: float = 0.05) -> tuple[Any, list[np.ndarray]]:
     state, losses = program.init(), []
     for batch in some:
-        state, results = program.train_step(state, program.place(batch), np.float32(rate), np.int32(0))
+        state, results = program.train_step(state, program.place_train(batch), np.float32(rate), np.int32(0))
         losses.append(np.asarray(results))
     return state, losses
 
@@ -69,7 +69,7 @@ def test_state_is_donated() -> None:
     text = lower_step(tiny_program(2)).compile().as_text()
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     assert aliases is not None
-    assert aliases.group(1).count("alias)") == len(jax.tree.leaves(tiny_program(2).state_shape))
+    assert aliases.group(1).count("alias)") == len(jax.tree.leaves(tiny_program(2).forms.shape))
 
 
 def test_devices_hold_the_same_bits_after_ten_steps() -> None:
@@ -117,7 +117,7 @@ def test_one_program_for_every_learning_rate_and_epoch() -> None:
     (batch,) = batches(tiny_config(), 1)
     state = program.init()
     for rate, epoch in ((0.1, 0), (0.2, 1), (0.0, 7)):
-        state, _ = program.train_step(state, program.place(batch), np.float32(rate), np.int32(epoch))
+        state, _ = program.train_step(state, program.place_train(batch), np.float32(rate), np.int32(epoch))
     assert program.train_step._cache_size() == 1
 
 

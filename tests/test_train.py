@@ -21,10 +21,11 @@ from helpers import DATA, one_block_chain, spread, tiny_config, tiny_program
 from trjax import train as train_module
 from trjax.checkpoint import open_checkpoints, restore, save
 from trjax.collectives import sum_moments
-from trjax.config import Config, OptimConfig, read_table
+from trjax.config import Config, OptimConfig
 from trjax.mesh import make_mesh
 from trjax.program import compile_program, make_program
 from trjax.resnet import Head
+from trjax.tables import read_table
 from trjax.train import Summary, format_summary, main, train
 
 TINY = [
@@ -69,7 +70,8 @@ def run_tiny(workdir: str, stop_after: int = 0, **changes: Any) -> Any:
 def final_state(workdir: str, config: Config, devices: str = "0") -> Any:
     mesh = make_mesh(devices)
     program = make_program(config, mesh)
-    return restore(open_checkpoints(Path(workdir, "checkpoints")), program.state_shape, mesh, program.formats)[0]
+    checkpoints = open_checkpoints(Path(workdir, "checkpoints"))
+    return restore(checkpoints, program.forms.saved_shape, mesh, program.forms.saved_formats)[0]
 
 
 def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +237,7 @@ def test_checkpoint_holds_the_state_to_the_bit_on_other_devices() -> None:
     state = replace(state, params=spread(state.params), batch_stats=spread(state.batch_stats, 1))
     checkpoints = open_checkpoints(Path("checkpoints"))
     save(checkpoints, state, {"epoch": 0, "batch": 0}, {}, None)
-    restored, position = restore(checkpoints, program.state_shape, make_mesh("0-2"), program.formats)
+    restored, position = restore(checkpoints, program.forms.shape, make_mesh("0-2"), program.forms.formats)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert position == {"epoch": 0, "batch": 0}
     assert checkpoints.best is None

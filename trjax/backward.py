@@ -1,8 +1,9 @@
 """The staged backward: one pullback per segment, run in reverse, each group summed when it is complete."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -11,7 +12,37 @@ import optax
 
 from trjax import collectives
 from trjax.chain import Chain, apply_segment
-from trjax.plan import Plan, flatten, name_leaves, unflatten
+from trjax.collectives import Launch
+from trjax.data.batches import Batch
+from trjax.packing import STATISTICS, cut, flatten, unflatten
+from trjax.plan import Group, Plan, name_leaves, restore_leaves
+
+Leaves = Mapping[str, jax.Array]
+Prepare = Callable[[Batch], jax.Array]
+"""Maps a block of examples to the network's input."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the gradients of a step come about.
+
+    Attributes:
+        chain: the model.
+        plan: its plan; parameters that it does not hold are frozen, and have no gradient.
+        global_batch: examples over all devices and micro-batches when nothing is padding.
+        launch: sums a group over the devices.
+        statistics: of BatchNorm: the mean over the devices, weighted by their examples, or those of the first.
+        micro_batches: into which a block is split, along a dim of its own if there are more than one.
+        sharded: `launch` gives this device's shard of the sum.
+    """
+
+    chain: Chain
+    plan: Plan
+    global_batch: int
+    launch: Launch
+    statistics: Literal["mean", "first"] = "mean"
+    micro_batches: int = 1
+    sharded: bool = False
 
 
 def score(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -38,70 +69,143 @@ def score(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> tuple[jax.Ar
 
 
 def _forward(
-    module: nn.Module, batch_stats: Any, params: Any, x: jax.Array, *, mask: jax.Array, key: jax.Array
-) -> tuple[jax.Array, Any]:
-    return apply_segment(module, params, batch_stats, x, train=True, mask=mask, key=key)
+    module: nn.Module, segment: str, like: Any, frozen: Leaves, batch_stats: Any, params: Leaves, x: jax.Array, *,
+    mask: jax.Array, key: jax.Array,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    tree = restore_leaves({**frozen, **params}, {segment: like})[segment]
+    return apply_segment(module, tree, batch_stats, x, train=True, mask=mask, key=key)
+
+
+def _differentiate(
+    recipe: Recipe, params: Any, batch_stats: Any, images: jax.Array, block: Batch, key: jax.Array,
+    complete: Callable[[Group, Leaves], None],
+) -> Any:  # fmt: skip
+    """Runs forward and backward, and calls `complete` with every group as soon as its tensors are there.
+
+    The segments below the lowest one that is trained have no backward.
+
+    Returns:
+        The new BatchNorm statistics.
+    """
+    named = name_leaves(params)
+    planned = {region.name for region in recipe.plan.regions}
+    frozen = {name: leaf for name, leaf in named.items() if name not in planned}
+    trained = {
+        segment: {name: leaf for name, leaf in name_leaves({segment: params[segment]}).items() if name in planned}
+        for segment in recipe.chain
+    }
+    pullbacks: dict[str, Callable] = {}
+    next_stats: dict[str, Any] = {}
+    x = images
+    for index, (segment, module) in enumerate(recipe.chain.items()):
+        segment_key = jax.random.fold_in(key, index)
+        forward = partial(_forward, module, segment, params[segment], frozen, batch_stats[segment],
+                          mask=block.mask, key=segment_key)  # fmt: skip
+        if pullbacks or trained[segment]:
+            x, pullbacks[segment], next_stats[segment] = jax.vjp(forward, trained[segment], x, has_aux=True)
+        else:
+            x, next_stats[segment] = forward({}, x)
+
+    _, pull_loss, results = jax.vjp(lambda logits: score(logits, block.labels, block.mask), x, has_aux=True)
+    leaves = name_leaves(next_stats) | {"results": results}
+    (cotangent,) = pull_loss(collectives.vary(jnp.float32(1 / recipe.global_batch)))
+    for segment in reversed(pullbacks):
+        gradients, cotangent = pullbacks[segment](cotangent)
+        leaves |= gradients
+        for group in recipe.plan.groups:
+            if group.launch_after == segment:
+                complete(group, leaves)
+    return next_stats
+
+
+def _accumulate(
+    recipe: Recipe, params: Any, batch_stats: Any, blocks: Batch, prepare: Prepare, key: jax.Array
+) -> tuple[dict[str, jax.Array], Any]:
+    """Runs all micro-batches but the last, one after the other, and adds up their gradients and results.
+
+    Returns:
+        Every group's buffer, float32, with zeros for the BatchNorm statistics; and these.
+    """
+    groups = [replace(group, dtype="float32") for group in recipe.plan.groups]
+
+    def run(carry: tuple[dict[str, jax.Array], Any], micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        sums, stats = carry
+        index, block = micro
+        sums = dict(sums)
+
+        def add(group: Group, leaves: Leaves) -> None:
+            none = {region.name: jnp.zeros(region.shape) for region in group.regions if region.kind in STATISTICS}
+            sums[group.name] += flatten(replace(group, dtype="float32"), {**leaves, **none})
+
+        block_key = jax.random.fold_in(key, index)
+        stats = _differentiate(recipe, params, stats, prepare(block), block, block_key, add)
+        return (sums, stats), None
+
+    zeros = {group.name: collectives.vary(jnp.zeros(group.size_elements)) for group in groups}
+    carry, _ = jax.lax.scan(run, (zeros, batch_stats), (jnp.arange(recipe.micro_batches - 1), blocks))
+    return carry
+
+
+def _scaled(recipe: Recipe, sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns every region's tensor, or this device's shard of it, from the summed buffers."""
+    exact = {"results"}
+    if recipe.statistics == "first":
+        exact |= {region.name for region in recipe.plan.regions if region.kind in STATISTICS}
+    take = cut if recipe.sharded else unflatten
+    buffers = [(group, sums[group.name].astype(jnp.float32)) for group in recipe.plan.groups]
+    unscaled = {name: leaf for pair in buffers for name, leaf in take(*pair).items() if name in exact}
+    scale = recipe.global_batch / jnp.maximum(unscaled["results"][3], 1)
+    # Scaled before it is cut: XLA then updates the small leaves in a few kernels, not one for each.
+    reduced = {name: leaf for group, buffer in buffers for name, leaf in take(group, buffer * scale).items()}
+    return reduced | unscaled
 
 
 def reduce_gradients(
-    chain: Chain,
-    plan: Plan,
-    params: Any,
-    batch_stats: Any,
-    images: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array,
-    *,
-    global_batch: int,
-    key: jax.Array,
+    recipe: Recipe, params: Any, batch_stats: Any, block: Batch, prepare: Prepare, key: jax.Array
 ) -> dict[str, jax.Array]:
     """Runs forward and backward on this device's block and sums every group over the devices.
 
     The loss is divided by `global_batch` before the backward, so that the sum over the devices is the mean
-    over the global batch, without a scale kernel. A device's BatchNorm statistics count by its share of the
-    examples. Where padding leaves fewer than `global_batch` examples, a factor `global_batch / count`, with the
-    count from the results, makes it the mean of the real ones; it is fused into the update.
+    over the global batch, without a scale kernel, and fits a narrow type. A device's BatchNorm statistics count by
+    its share of the examples. Where padding leaves fewer than `global_batch` examples, a factor
+    `global_batch / count`, with the count from the results, makes it the mean of the real ones; it is fused into the
+    update.
+
+    With several micro-batches all but the last run in a loop; the last adds what they have left to each of its groups
+    before it is launched: one reduction of each group in any case, behind the rest of the last backward.
 
     Args:
-        chain: the model.
-        plan: its plan.
+        recipe: how.
         params: `{segment: tree}`, the same on all devices.
         batch_stats: likewise.
-        images: this device's block, preprocessed, shape (local_batch, height, width, channels).
-        labels: int32, shape (local_batch,).
-        mask: float32, shape (local_batch,).
-        global_batch: examples over all devices when nothing is padding.
+        block: this device's examples, leading dim (local_batch,), or (micro_batches, examples) if there are several.
+        prepare: maps a block of examples to the network's input.
         key: for dropout and the like.
 
     Returns:
         Every region's tensor by name, bitwise the same on all devices: `results` is the sum over the devices,
-        everything else the mean over the real examples.
+        everything else the mean over the real examples. Of a reducer to shards, this device's shards.
     """
     params, batch_stats = collectives.vary(params), collectives.vary(batch_stats)
-    pullbacks: dict[str, Callable] = {}
-    next_stats: dict[str, Any] = {}
-    x = images
-    for index, (name, module) in enumerate(chain.items()):
-        forward = partial(_forward, module, batch_stats[name], mask=mask, key=jax.random.fold_in(key, index))
-        x, pullbacks[name], next_stats[name] = jax.vjp(forward, params[name], x, has_aux=True)
+    examples = block.mask.sum()
+    carried: dict[str, jax.Array] = {}
+    if recipe.micro_batches > 1:
+        first, block = (jax.tree.map(lambda leaf, part=part: leaf[part], block) for part in (slice(-1), -1))
+        carried, batch_stats = _accumulate(recipe, params, batch_stats, first, prepare, key)
+        key = jax.random.fold_in(key, recipe.micro_batches - 1)
+    share = examples / recipe.global_batch
+    if recipe.statistics == "first":
+        share = (collectives.device_index() == 0).astype(jnp.float32)
+    sums: dict[str, jax.Array] = {}
+    previous: jax.Array | None = None
 
-    _, pull_loss, results = jax.vjp(lambda logits: score(logits, labels, mask), x, has_aux=True)
-    share = mask.sum() / global_batch
-    leaves = name_leaves(next_stats) | {"results": results}
+    def launch(group: Group, leaves: Leaves) -> None:
+        nonlocal previous
+        buffer = flatten(group if not carried else replace(group, dtype="float32"), leaves, share)
+        if carried:
+            buffer = (buffer + carried[group.name]).astype(group.dtype)
+        with jax.named_scope(f"all_reduce_{group.name}"):  # by which a reader of the program knows it
+            previous = sums[group.name] = recipe.launch(buffer, previous)
 
-    (cotangent,) = pull_loss(collectives.vary(jnp.float32(1 / global_batch)))
-    reduced: dict[str, jax.Array] = {}
-    previous, scale = None, None
-    for name in reversed(tuple(chain)):
-        gradients, cotangent = pullbacks[name](cotangent)
-        leaves |= name_leaves({name: gradients})
-        for group in plan.groups:
-            if group.launch_after == name:
-                with jax.named_scope(f"all_reduce_{group.name}"):  # by which a reader of the program knows it
-                    previous = collectives.sum_group(flatten(group, leaves, share), previous)
-                if scale is None:
-                    reduced["results"] = unflatten(group, previous)["results"]
-                    scale = global_batch / jnp.maximum(reduced["results"][3], 1)
-                # Scaled before it is cut: XLA then updates the small leaves in a few kernels, not one for each.
-                reduced = unflatten(group, previous * scale) | reduced
-    return reduced
+    _differentiate(recipe, params, batch_stats, prepare(block), block, key, launch)
+    return _scaled(recipe, sums)

@@ -1,18 +1,14 @@
-"""Every choice of a run, as frozen dataclasses: checked once, written to TOML and read back.
+"""Every choice of a run, as frozen dataclasses, checked once.
 
 No value is None, so that the written TOML says everything: `0`, `""` and `()` stand for "the default of
 whatever it belongs to" where a docstring says so.
 """
 
-import json
 import math
-import tomllib
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import pydantic
-import tomli_w
 
 _FORBID = pydantic.ConfigDict(extra="forbid")
 
@@ -98,10 +94,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """SGD with momentum, weight decay and a learning-rate schedule."""
+    """The optimizer, weight decay and a learning-rate schedule."""
 
     __pydantic_config__ = _FORBID
 
+    kind: Literal["sgd", "adamw", "lars"] = "sgd"
+    """Lars: SGD with a rate for each layer, for large batches; adamw decays as with decay=decoupled."""
     learning_rate: float = 0.1
     """Peak learning rate, before `scale_from_batch`."""
     scale_from_batch: int = 0
@@ -115,9 +113,15 @@ class OptimConfig:
     step_factor: float = 0.1
     """Schedule step only: what each milestone multiplies the rate by."""
     momentum: float = 0.9
-    """Share of the old velocity in the new one."""
+    """Share of the old velocity in the new one; of adamw, the first beta."""
+    beta2: float = 0.999
+    """Adamw only: share of the old squares in the new ones."""
+    trust: float = 0.001
+    """Lars only: a layer's step is this share of its parameters' length, at a rate of one."""
+    clip_norm: float = 0.0
+    """Longest gradient, all parameters taken as one vector; longer ones are shortened to it; 0 means off."""
     nesterov: bool = True
-    """Look ahead by one velocity (Nesterov)."""
+    """Look ahead by one velocity (Nesterov); sgd and lars only."""
     weight_decay: float = 1e-4
     """Strength of the decay; 0 means off."""
     decay: Literal["l2", "decoupled"] = "l2"
@@ -134,6 +138,9 @@ class OptimConfig:
             "must not be negative",
         )
         _require(0 <= self.momentum < 1, f"optim.momentum={self.momentum}", "must be in [0, 1)")
+        _require(0 < self.beta2 < 1, f"optim.beta2={self.beta2}", "must be in (0, 1)")
+        _require(0 < self.trust < math.inf, f"optim.trust={self.trust}", "must be positive")
+        _require(0 <= self.clip_norm < math.inf, f"optim.clip_norm={self.clip_norm}", "must not be negative")
         _require(
             self.momentum > 0 or not self.nesterov,
             "optim.nesterov with optim.momentum=0",
@@ -151,6 +158,10 @@ class OptimConfig:
             f"optim.milestones={self.milestones}",
             "must increase and not be negative",
         )
+
+
+Reducing = Literal["two_group", "auto", "single", "per_leaf", "ddp", "ddp_initial", "ring", "hierarchical", "zero1"]
+"""Ways of summing gradients, `reducers.py`."""
 
 
 @dataclass(frozen=True)
@@ -171,12 +182,29 @@ class Config:
     """Times that every training example is seen."""
     seed: int = 0
     """Fixes initial parameters, data order and augmentation."""
-    bn: Literal["local", "sync"] = "local"
-    """BatchNorm over each device's batch, or over the global batch."""
-    reducer: Literal["two_group", "auto"] = "two_group"
-    """How gradients are summed: in two groups, or (auto) in others where the link is predicted to need them."""
+    bn: Literal["local", "sync", "rank0"] = "local"
+    """BatchNorm over each device's batch, or over the global batch; running statistics: the mean over the devices,
+    with rank0 those of the first device, as DistributedDataParallel keeps them."""
+    reducer: Reducing = "two_group"
+    """How gradients are summed. Auto: in groups that the link is predicted to need; ddp: in PyTorch's buckets (as
+    rebuilt after its first step; ddp_initial: before); ring, hierarchical: written out; zero1: to shards, whose
+    owner updates them."""
+    bucket_mb: float = 25.0
+    """MiB of a bucket of ddp; the first one filled holds at most 1."""
+    comm_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type in which gradients are summed; they are divided by the global batch before, so that sums fit."""
+    accumulate: int = 1
+    """Micro-batches of a step, one after the other: the memory of one, one sum over the devices for all."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that stay as they are: kinds of region (G_FIRST_CONV) or patterns of names (stage1*/conv*)."""
+    last_batch: Literal["pad", "drop"] = "pad"
+    """What becomes of a last batch with fewer examples: padding that counts for nothing, or it is left out."""
+    hosts: int = 0
+    """Hosts that the devices are said to lie on, for hierarchical; 0: one for each process."""
+    nccl: tuple[str, ...] = ()
+    """NAME=VALUE pairs for NCCL's environment (NCCL_ALGO=Ring), set before it starts and kept with the run."""
     link_gbytes: float = 0.0
-    """GB/s that the slowest link between the GPUs reaches, for `auto` and for predictions; 0: the data sheet's."""
+    """GB/s that the slowest link between the GPUs reaches, for auto and for predictions; 0: the data sheet's."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in; parameters, statistics and reductions stay float32."""
     log_every: int = 50
@@ -194,6 +222,16 @@ class Config:
         _require(
             0 <= self.link_gbytes < math.inf, f"link_gbytes={self.link_gbytes}", "must be positive, or 0 to look it up"
         )
+        _require(0 <= self.bucket_mb < math.inf, f"bucket_mb={self.bucket_mb}", "must not be negative")
+        _require(self.accumulate > 0, f"accumulate={self.accumulate}", "must be positive")
+        _require(self.hosts >= 0, f"hosts={self.hosts}", "must be positive, or 0 for one a process")
+        for pair in self.nccl:
+            name, _, value = pair.partition("=")
+            _require(
+                name.startswith("NCCL_") and bool(value),
+                f"nccl={pair!r}",
+                "write NCCL_NAME=VALUE, NCCL_ALGO=Ring for instance",
+            )
         _require(self.log_every > 0, f"log_every={self.log_every}", "must be positive")
         _require(
             self.optim.warmup_epochs <= self.epochs,
@@ -205,53 +243,3 @@ class Config:
             f"optim.milestones={self.optim.milestones} with epochs={self.epochs}",
             "each must lie between the end of the warm-up and the end of the run; pass --optim.milestones",
         )
-
-
-def _overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        inner = base.get(key)
-        merged[key] = _overlay(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return merged
-
-
-def config_from_table(table: dict[str, Any], base: Config, where: str) -> Config:
-    """Returns `base` with the values of a table of plain types laid over it.
-
-    Raises:
-        ValueError: names every option of `where` that is unknown, has the wrong type or an impossible value.
-    """
-    try:
-        text = json.dumps(_overlay(asdict(base), table), default=str)
-        return pydantic.TypeAdapter(Config).validate_json(text, strict=True)
-    except pydantic.ValidationError as error:
-        problems = []
-        for detail in error.errors(include_url=False):
-            option = ".".join(str(part) for part in detail["loc"])
-            unknown = detail["type"] in ("unexpected_keyword_argument", "extra_forbidden")
-            message = "unknown option" if unknown else detail["msg"].removeprefix("Value error, ")
-            given = "" if unknown or isinstance(detail["input"], dict) else f", not {detail['input']!r}"
-            problems.append(f"{option}: {message}{given}" if option else message)
-        raise ValueError(f"{where}: " + "; ".join(problems)) from None
-
-
-def read_table(path: str | Path) -> dict[str, Any]:
-    """Returns the table in a TOML file.
-
-    Raises:
-        ValueError: the file cannot be read or is not TOML; names the file.
-    """
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"cannot read the configuration {path}: {error}") from error
-
-
-def config_to_toml(config: Config) -> str:
-    """Returns TOML text that reproduces the configuration.
-
-    >>> import tomllib
-    >>> config_from_table(tomllib.loads(config_to_toml(Config(epochs=3))), Config(), "x").epochs
-    3
-    """
-    return tomli_w.dumps(asdict(config))

@@ -18,13 +18,14 @@ from trjax.config import Config
 from trjax.cost import Topology, make_machine, parse_topology
 from trjax.explain_cost import describe_costs
 from trjax.figures import draw_timeline
+from trjax.forms import conv_order_of
 from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
 from trjax.options import probe_options
 from trjax.plan import Plan
+from trjax.planning import compare_groupings, expect, machine_of
 from trjax.presets import parse_options
-from trjax.program import compare_groupings, lower_step, machine_of, make_program
+from trjax.program import lower_step, make_program, shape_run
 from trjax.records import format_table
-from trjax.step import conv_order_of
 from trjax.targets import CPU, compile_config, find_target
 
 _USAGE = """usage: python -m trjax.explain COMMAND [OPTIONS]
@@ -98,7 +99,7 @@ def format_choice(groupings: Mapping[str, tuple[Plan, float]], chosen: str) -> s
     """Returns what the cost model predicts for each way of grouping, and the one that the run takes."""
     lines = []
     for reducer, (plan, exposed) in groupings.items():
-        launches = ", ".join(group.launch_after for group in plan.groups)
+        launches = ", ".join(dict.fromkeys(group.launch_after for group in plan.groups))
         taken = "  (this run)" if reducer == chosen else ""
         lines.append(f"{reducer}: {exposed * 1e3:.2f} ms exposed as planned, launched after {launches}{taken}")
     return "\n".join(lines)
@@ -108,13 +109,13 @@ def format_audit(found: Audit) -> str:
     """Returns the collectives, the summary and the verdicts as text."""
     rows = [
         [
-            row.group, row.reduces, row.bytes, row.dtype, "blocking" if row.blocking else "async",
+            row.group, row.collective, row.reduces, row.bytes, row.dtype, "blocking" if row.blocking else "async",
             f"{row.ready_ms:.2f}", f"{row.start_ms:.2f}", f"{row.comm_ms:.3f}", f"{row.exposed_ms:.3f}",
             "{convolutions:.0f} convolutions, {kernels:.0f} other kernels, {ms:.2f} ms".format(**row.hidden_behind),
         ]
         for row in found.collectives
     ]  # fmt: skip
-    header = ["group", "reduces", "bytes", "dtype", "kind"]
+    header = ["group", "collective", "reduces", "bytes", "dtype", "kind"]
     header += ["ready ms", "start ms", "takes ms", "exposed ms", "hidden behind"]
     total = found.summary
     lines = [
@@ -147,7 +148,7 @@ def explain_plan(arguments: Sequence[str]) -> int:
     machine = make_machine(target, topology, config.link_gbytes)
     # The layout is a GPU's unless the CPU is asked for: that is where it is of interest.
     order = conv_order_of("cpu" if config.platform == "cpu" else "cuda")
-    groupings = compare_groupings(config, machine, order)
+    groupings = compare_groupings(config, shape_run(config), machine, order)
     print(f"{format_plan(groupings[config.reducer][0])}\n\n{format_choice(groupings, config.reducer)}")
     return 0
 
@@ -158,7 +159,7 @@ def _prepare(config: Config, options: StepOptions) -> Mesh:
         if options.target or options.topology:
             raise ValueError("attached: the devices of this machine are read; leave out --target and --topology")
         start_platform(config.platform, config.devices)
-        return make_mesh(config.devices)
+        return make_mesh(config.devices, config.hosts)
     target, topology = find_target(options.target or "h100"), parse_topology(options.topology or "1x8")
     split_batch(config.global_batch, topology.world_size)
     start_platform("cpu", "all")
@@ -212,11 +213,9 @@ def explain_step(arguments: Sequence[str]) -> int:
             f"global_batch={config.global_batch} does not fit: the step needs {needed / 1e9:.0f} GB on each "
             f"{machine.target.name}, which has {present / 1e9:.0f}; use a smaller one or more devices"
         )
-    found = audit(
-        compiled, machine, config.global_batch, program.plan,
-        synchronised=config.bn == "sync", dropped=probe_options(mesh).dropped,
-    )  # fmt: skip
-    groupings = compare_groupings(config, machine, "OHWI")
+    expected = expect(config, program.plan, machine.topology)
+    found = audit(compiled, machine, config.global_batch, expected, probe_options(mesh).dropped)
+    groupings = compare_groupings(config, shape_run(config), machine, "OHWI")
     print("\n\n".join([title, format_audit(found), format_choice(groupings, config.reducer)]))
     if not options.attached:
         print(_HONEST)

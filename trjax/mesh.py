@@ -1,4 +1,4 @@
-"""Devices to mesh: which devices a run uses, the one axis over them, and the two ways to place arrays."""
+"""Devices to mesh: which devices a run uses, the axes over them, and the two ways to place arrays."""
 
 import contextlib
 import os
@@ -11,11 +11,15 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXIS = "data"
-"""The mesh axis over which the batch is split and gradients are summed."""
+HOSTS, LOCAL = "hosts", "local"
+"""The mesh axes: over hosts, and over the devices of each."""
+AXIS = (HOSTS, LOCAL)
+"""Both: the devices over which the batch is split and gradients are summed."""
 
 SPLIT = PartitionSpec(AXIS)
 """Leading dim split over the devices, in order."""
+SPLIT_MICRO = PartitionSpec(None, AXIS)
+"""Second dim split over the devices, behind the dim of micro-batches."""
 REPLICATED = PartitionSpec()
 """The whole array on every device."""
 
@@ -53,16 +57,24 @@ def parse_devices(spec: str) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str) -> None:
+def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str, nccl: Sequence[str] = ()) -> None:
     """Selects the platform before JAX's first use, and on the CPU makes as many devices as named.
 
     Without an NVIDIA driver the CUDA plugin is never asked, so that it does not log its failure. With one, room for
     the AllReduce buffers is set aside on every GPU, `XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB`.
 
+    Args:
+        platform: to use; auto: the one that `JAX_PLATFORMS` names, else cuda where there is a driver.
+        devices: as `parse_devices` reads it.
+        nccl: NAME=VALUE pairs for NCCL's environment, read when it first connects.
+
     Raises:
         ValueError: `platform` is cuda and there is no NVIDIA driver, or `devices` is malformed.
     """
     indices = parse_devices(devices)
+    for pair in nccl:
+        name, _, value = pair.partition("=")
+        os.environ[name] = value
     has_driver = any(Path(file).exists() for file in _DRIVER_FILES)
     if platform == "cuda" and not has_driver:
         raise ValueError("platform=cuda: no NVIDIA driver found on this machine; use --platform cpu")
@@ -79,17 +91,34 @@ def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str) -> No
             jax.config.update("jax_num_cpu_devices", max(indices) + 1)
 
 
-def _mesh_over(devices: Sequence[jax.Device]) -> Mesh:
-    # Auto, because `jax.make_mesh` would make the axis Explicit, which types every array of the program.
-    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+def _mesh_over(devices: Sequence[jax.Device], hosts: int) -> Mesh:
+    # Auto, because `jax.make_mesh` would make the axes Explicit, which types every array of the program.
+    grid = np.array(devices).reshape(hosts, -1)
+    return Mesh(grid, AXIS, axis_types=(AxisType.Auto,) * len(AXIS))
 
 
-def make_mesh(devices: str = "all") -> Mesh:
-    """Returns the one-axis mesh over the named devices, in the order named.
+def _count_hosts(devices: Sequence[jax.Device], hosts: int) -> int:
+    """Returns the number of hosts, `hosts` if given: each a run of as many devices as the others."""
+    processes = [device.process_index for device in devices]
+    if hosts == 0:
+        hosts = len(set(processes))
+        if len(devices) % hosts or processes != sorted(processes):
+            return 1  # unequal or interleaved: one ring over all of them
+    if len(devices) % hosts:
+        raise ValueError(f"hosts={hosts} do not divide the {len(devices)} devices equally")
+    return hosts
+
+
+def make_mesh(devices: str = "all", hosts: int = 0) -> Mesh:
+    """Returns the mesh over the named devices, in the order named, as hosts x devices of each.
+
+    Args:
+        devices: as `parse_devices` reads it.
+        hosts: that the devices are said to lie on, for study; 0: one for each process.
 
     Raises:
-        ValueError: the specification is malformed or an index out of range (says how many devices there are), or
-            the platform has a driver but no usable device.
+        ValueError: the specification is malformed, an index out of range (says how many devices there are), the
+            hosts do not divide them, or the platform has a driver but no usable device.
     """
     try:
         present = jax.devices()
@@ -102,7 +131,8 @@ def make_mesh(devices: str = "all") -> Mesh:
             f"devices={devices!r}: index {max(indices)} is out of range; "
             f"there are {len(present)} {present[0].platform} devices, 0-{len(present) - 1}"
         )
-    return _mesh_over([present[index] for index in indices])
+    chosen = [present[index] for index in indices]
+    return _mesh_over(chosen, _count_hosts(chosen, hosts))
 
 
 def make_topology_mesh(target_config: str, hosts: int, gpus_per_host: int) -> Mesh:
@@ -126,26 +156,25 @@ def make_topology_mesh(target_config: str, hosts: int, gpus_per_host: int) -> Me
             "compiling for a GPU needs JAX's CUDA plugin (Linux; no driver, no GPU): "
             f"python3 -m pip install 'jax[cuda12]'. JAX says: {reason}"
         ) from error
-    return _mesh_over(described.devices)
+    return _mesh_over(described.devices, hosts)
 
 
-def split_batch(global_batch: int, world_size: int) -> int:
-    """Returns the local batch: no rank chooses its own.
+def split_batch(global_batch: int, world_size: int, micro_batches: int = 1) -> int:
+    """Returns the examples of one device in one micro-batch: no rank chooses its own.
 
-    >>> split_batch(96, 8)
-    12
+    >>> split_batch(96, 8), split_batch(96, 8, micro_batches=3)
+    (12, 4)
 
     Raises:
         ValueError: not divisible; names the nearest valid sizes.
     """
-    local_batch, rest = divmod(global_batch, world_size)
+    parts = world_size * micro_batches
+    size, rest = divmod(global_batch, parts)
     if rest:
-        nearest = [str(size * world_size) for size in (local_batch, local_batch + 1) if size]
-        raise ValueError(
-            f"global_batch={global_batch} is not divisible by world_size={world_size}; "
-            f"nearest valid: {', '.join(nearest)}"
-        )
-    return local_batch
+        nearest = [str(count * parts) for count in (size, size + 1) if count]
+        by = f"world_size={world_size}" + (f" times accumulate={micro_batches}" if micro_batches > 1 else "")
+        raise ValueError(f"global_batch={global_batch} is not divisible by {by}; nearest valid: {', '.join(nearest)}")
+    return size
 
 
 def placement(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:

@@ -3,6 +3,7 @@
 The rate is an input of the compiled step, never a constant in it: another rate needs no other program.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,22 +13,82 @@ import optax
 
 from trjax.config import OptimConfig
 
-
-def _decayed(params: Any) -> Any:
-    """Marks the parameters of rank 2 and more: kernels, not biases nor BatchNorm's parameters."""
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+Sum = Callable[[jax.Array], jax.Array]
+"""Adds up a float32 vector of squares over the devices on which the shards of the parameters lie."""
 
 
-def make_optimizer(optim: OptimConfig) -> optax.GradientTransformation:
-    """Returns SGD whose updates are to be multiplied by minus the learning rate.
+def _whole(squares: jax.Array) -> jax.Array:
+    return squares
+
+
+def _squares(tree: Any) -> list[jax.Array]:
+    return [(leaf * leaf).sum() for leaf in jax.tree.leaves(tree)]
+
+
+def clip_by_global_norm(longest: float, sum_shards: Sum = _whole) -> optax.GradientTransformation:
+    """Shortens gradients to `longest`, the length of all of them taken as one vector, if they are longer."""
+
+    def update(updates: Any, state: Any, _params: Any = None) -> tuple[Any, Any]:
+        norm = jnp.sqrt(sum_shards(jnp.stack(_squares(updates)).sum(keepdims=True))[0])
+        factor = longest / jnp.maximum(norm, longest)
+        return jax.tree.map(lambda leaf: factor * leaf, updates), state
+
+    return optax.GradientTransformation(lambda _params: optax.EmptyState(), update)
+
+
+def scale_by_lars(
+    trust: float, weight_decay: float, mask: Any, sum_shards: Sum = _whole
+) -> optax.GradientTransformation:
+    """Gives every layer a rate of its own: `trust |w| / (|g| + weight_decay |w|)`, times `g + weight_decay w`.
+
+    Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
+
+    Args:
+        trust: the paper's coefficient.
+        weight_decay: strength of the decay.
+        mask: tree of bools; parameters with False keep their gradient, undecayed.
+        sum_shards: adds up squares where a device has a part of each parameter only.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        gradient_norms, param_norms = jnp.sqrt(
+            sum_shards(jnp.stack(_squares(updates) + _squares(params))).reshape(2, -1)
+        )
+        both = (gradient_norms > 0) & (param_norms > 0)
+        rates = jnp.where(both, trust * param_norms / (gradient_norms + weight_decay * param_norms), 1.0)
+        leaves, structure = jax.tree.flatten(updates)
+        scaled = [
+            rate * (gradient + weight_decay * param) if decayed else gradient
+            for rate, gradient, param, decayed in zip(
+                rates, leaves, jax.tree.leaves(params), jax.tree.leaves(mask), strict=True
+            )
+        ]
+        return jax.tree.unflatten(structure, scaled), state
+
+    return optax.GradientTransformation(lambda _params: optax.EmptyState(), update)
+
+
+def make_optimizer(optim: OptimConfig, params_shape: Any, sum_shards: Sum = _whole) -> optax.GradientTransformation:
+    """Returns the transformation whose updates are to be multiplied by minus the learning rate.
 
     Sources: Sutskever et al., "On the importance of initialization and momentum", 2013 (Nesterov, as optax and
     PyTorch write it); Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+
+    Args:
+        optim: the options.
+        params_shape: of the parameters that are trained, whole: kernels, of rank 2 and more, are decayed; biases and
+            BatchNorm's parameters only if asked for.
+        sum_shards: adds up squares over devices, where a device updates a part of each parameter only.
     """
-    mask = None if optim.decay_norm_and_bias else _decayed
+    mask = jax.tree.map(lambda leaf: optim.decay_norm_and_bias or leaf.ndim > 1, params_shape)
     decay = optax.add_decayed_weights(optim.weight_decay, mask) if optim.weight_decay else optax.identity()
     momentum = optax.trace(optim.momentum, optim.nesterov) if optim.momentum else optax.identity()
-    return optax.chain(decay, momentum) if optim.decay == "l2" else optax.chain(momentum, decay)
+    clip = [clip_by_global_norm(optim.clip_norm, sum_shards)] if optim.clip_norm else []
+    if optim.kind == "adamw":
+        return optax.chain(*clip, optax.scale_by_adam(optim.momentum, optim.beta2), decay)
+    if optim.kind == "lars":
+        return optax.chain(*clip, scale_by_lars(optim.trust, optim.weight_decay, mask, sum_shards), momentum)
+    return optax.chain(*clip, decay, momentum) if optim.decay == "l2" else optax.chain(*clip, momentum, decay)
 
 
 def make_learning_rates(optim: OptimConfig, epochs: int, steps_per_epoch: int, global_batch: int) -> np.ndarray:

@@ -1,20 +1,20 @@
 """Where every gradient lives: regions, tiled without gaps into one flat buffer per group.
 
 A plan is arithmetic on parameter shapes. It touches no device, and every process derives the same one.
-The regions and the two groups are those of the Tech-Renaissance trainer: `deep` is reduced while the first
-layer's backward still computes, `first` can only start after it.
+The regions are those of the Tech-Renaissance trainer; which of them form a group is the choice of a split,
+`buckets.py`.
 """
 
-import enum
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+
+from trjax.buckets import Kind, Split, Tensor, natural, two_groups
 
 ConvOrder = Literal["OHWI", "HWIO"]
 """Physical order of convolution kernels: cuDNN wants OHWI, XLA's CPU convolutions HWIO."""
@@ -26,20 +26,6 @@ BUFFER_ALIGNMENT_BYTES = 256
 """XLA aligns the buffers in an allocation to this on a GPU (its `kXlaAllocatedBufferAlignBytes` is a divisor)."""
 
 
-class Kind(enum.StrEnum):
-    """The purpose of a region, in memory order within its group."""
-
-    G_BN_BIAS = "G_BN_BIAS"
-    G_BN_WEIGHT = "G_BN_WEIGHT"
-    G_FC_BIAS = "G_FC_BIAS"
-    G_FC_WEIGHT = "G_FC_WEIGHT"
-    G_FIRST_CONV = "G_FIRST_CONV"
-    G_DEEP_CONV = "G_DEEP_CONV"
-    R_RESULT = "R_RESULT"
-    B_NEXT_MEAN = "B_NEXT_MEAN"
-    B_NEXT_VAR = "B_NEXT_VAR"
-
-
 @dataclass(frozen=True)
 class Region:
     """One tensor's place in its group's buffer.
@@ -49,7 +35,8 @@ class Region:
         kind: what the region holds.
         shape: logical shape; `()` never occurs in a convolutional network but is allowed.
         physical_order: the logical dims in the order in which they lie in memory, outermost first.
-        offset_elements: start of the region in its group's buffer.
+        offset_elements: start of the region in its group's buffer, or in each shard of it.
+        shard_elements: length of the region in each shard; the whole of `R_RESULT` lies in every one.
     """
 
     name: str
@@ -57,23 +44,25 @@ class Region:
     shape: tuple[int, ...]
     physical_order: tuple[int, ...]
     offset_elements: int
+    shard_elements: int
 
     @property
     def size_elements(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Group:
-    """A contiguous buffer that one AllReduce sums.
+    """A contiguous buffer that is reduced at once.
 
     Attributes:
-        name: `deep` or `first`; with more groups `deep1`, `deep2`, ..., `first`.
+        name: that its split gave it, `deep` or `first` for instance.
         launch_after: the segment whose backward completes the group.
         regions: in memory order.
-        size_elements: length of the buffer, alignment included.
+        size_elements: length of the buffer, alignment and padding included.
         dtype: element type of the buffer.
+        shards: equal parts that lie one behind the other, each with a part of every region.
     """
 
     name: str
@@ -81,6 +70,7 @@ class Group:
     regions: tuple[Region, ...]
     size_elements: int
     dtype: str = "float32"
+    shards: int = 1
 
     @property
     def itemsize_bytes(self) -> int:
@@ -89,7 +79,7 @@ class Group:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that one AllReduce of this group reduces."""
+        """Bytes of the buffer."""
         return self.size_elements * self.itemsize_bytes
 
 
@@ -113,6 +103,11 @@ class Plan:
         """The regions of all groups, in memory order."""
         return tuple(region for group in self.groups for region in group.regions)
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that have a gradient."""
+        return frozenset(region.name for region in self.regions if region.kind.value.startswith("G_"))
+
 
 def name_leaves(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a tree by path, `/` between the keys.
@@ -127,6 +122,18 @@ def name_leaves(tree: Any) -> dict[str, Any]:
 def restore_leaves(named: Mapping[str, Any], like: Any) -> Any:
     """Returns a tree of the structure of `like` with the named leaves: the inverse of `name_leaves`."""
     return jax.tree.unflatten(jax.tree.structure(like), [named[name] for name in name_leaves(like)])
+
+
+def select_leaves(tree: Any, names: Container[str], prefix: str = "") -> Any:
+    """Returns a tree of dicts with only the named leaves.
+
+    >>> select_leaves({"stem": {"kernel": 1, "bias": 2}}, {"stem/bias"})
+    {'stem': {'bias': 2}}
+    """
+    if not isinstance(tree, Mapping):
+        return tree
+    kept = {key: value for key, value in tree.items() if isinstance(value, Mapping) or f"{prefix}{key}" in names}
+    return {key: select_leaves(value, names, f"{prefix}{key}/") for key, value in kept.items()}
 
 
 def _gradient_kind(name: str, names: set[str], first_segment: str, last_segment: str) -> Kind:
@@ -153,63 +160,26 @@ def physical_order(shape: Sequence[int], conv_order: ConvOrder) -> tuple[int, ..
     return (3, 0, 1, 2) if len(shape) == 4 and conv_order == "OHWI" else tuple(range(len(shape)))
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _tile(
-    name: str,
-    tensors: Sequence[tuple[str, Kind, tuple[int, ...]]],
-    launch_after: str,
-    conv_order: ConvOrder,
-    alignment_elements: int,
-) -> Group:
-    offset, regions = 0, []
-    for tensor, kind, shape in tensors:
-        order = physical_order(shape, conv_order)
-        regions.append(Region(tensor, kind, shape, order, offset))
-        offset += math.ceil(math.prod(shape) / alignment_elements) * alignment_elements
-    return Group(name, launch_after, tuple(regions), offset)
-
-
-def _group_names(number: int) -> list[str]:
-    """Returns deep1, deep2, ... and, for the last, first: it always waits for the first segment."""
-    return [f"deep{index}" for index in range(1, number)] + ["first"]
-
-
-def make_plan(
-    params_shape: Mapping[str, Any],
-    batch_stats_shape: Mapping[str, Any],
-    segments: Sequence[str],
-    *,
-    conv_order: ConvOrder = "OHWI",
-    alignment_bytes: int = 4,
-    launches: Sequence[str] = (),
-) -> Plan:
-    """Lays out all gradients, the results of the batch and the BatchNorm statistics in groups.
-
-    Two groups by default: `deep` holds the gradients of every segment between the first and the last, last layer
-    first, `first` those of normalisation, head and first segment. With `launches` a gradient of any kind leaves
-    with the next launch after its segment's backward. `R_RESULT` ends the first group that is launched, the
-    BatchNorm statistics end the last. A group without gradients vanishes.
+def list_tensors(params_shape: Any, segments: Sequence[str]) -> list[Tensor]:
+    """Returns the gradients in the order of readiness: the backward reaches the last layer of the last segment first.
 
     Args:
-        params_shape: `{segment: tree}` of float32 shapes, from `jax.eval_shape`.
-        batch_stats_shape: the same for the running statistics.
-        segments: segment names in forward order (trees come back from JAX with sorted keys).
-        conv_order: physical order of rank-4 kernels.
-        alignment_bytes: every region starts at a multiple of this; 4 leaves no gap.
-        launches: segments after whose backward a group is launched, in any order; empty: the two groups. The
-            first segment ends a group in any case.
-
-    Raises:
-        ValueError: a parameter is not float32, a tree or a launch names an unknown segment, there is no
-            parameter, or the alignment is not a multiple of 4 bytes.
+        params_shape: `{segment: tree}` of shapes.
+        segments: segment names in forward order.
     """
+    params = name_leaves(params_shape)
+    position = {segment: index for index, segment in enumerate(segments)}
+    tensors = []
+    for name, leaf in params.items():
+        kind = _gradient_kind(name, set(params), segments[0], segments[-1])
+        tensors.append(Tensor(name, kind, tuple(leaf.shape), position[name.partition("/")[0]]))
+    return sorted(tensors, key=lambda tensor: (tensor.segment, natural(tensor.name)), reverse=True)
+
+
+def _check(tensors: Mapping[str, Any], segments: Sequence[str], alignment_bytes: int) -> None:
     if alignment_bytes < 4 or alignment_bytes % 4:
         raise ValueError(f"alignment_bytes={alignment_bytes} is not a positive multiple of 4, the float32 size")
-    params, stats = name_leaves(params_shape), name_leaves(batch_stats_shape)
-    for name, leaf in (params | stats).items():
+    for name, leaf in tensors.items():
         if leaf.dtype != jnp.float32:
             raise ValueError(
                 f"{name} is {leaf.dtype}; parameters and statistics are float32: pass `dtype` "
@@ -217,72 +187,88 @@ def make_plan(
             )
         if name.partition("/")[0] not in segments:
             raise ValueError(f"{name} belongs to no segment of the chain: {', '.join(segments)}")
-    for segment in launches:
-        if segment not in segments:
-            raise ValueError(f"launches: {segment} is no segment of the chain: {', '.join(segments)}")
-    if not params:
-        raise ValueError("the chain has no parameters: there is nothing to train")
 
-    position = {segment: index for index, segment in enumerate(segments)}
-    # Readiness order: the backward reaches the last segment, and in it the last layer, first.
-    ready = sorted(params, key=lambda name: (position[name.partition("/")[0]], _natural(name)), reverse=True)
-    kinds = {name: _gradient_kind(name, set(params), segments[0], segments[-1]) for name in ready}
-    if launches:
-        ends = sorted({position[segment] for segment in launches} | {0}, reverse=True)
-        group_of = {name: sum(end > position[name.partition("/")[0]] for end in ends) for name in ready}
-    else:
-        group_of = {name: int(kinds[name] is not Kind.G_DEEP_CONV) for name in ready}
-    present = sorted(set(group_of.values()))
-    tensors = [[(name, kinds[name], tuple(params[name].shape)) for name in ready if group_of[name] == index]
-               for index in present]  # fmt: skip
-    tensors[0].append(("results", Kind.R_RESULT, (NUM_RESULTS,)))
+
+def _passengers(stats: Mapping[str, Any], last_segment: int) -> tuple[Tensor, list[Tensor]]:
+    """Returns the results of the batch and the BatchNorm statistics, complete when the forward is."""
+    results = Tensor("results", Kind.R_RESULT, (NUM_RESULTS,), last_segment)
+    statistics = []
     for name, leaf in stats.items():
         kind = Kind.B_NEXT_MEAN if "mean" in name.rpartition("/")[2] else Kind.B_NEXT_VAR
-        tensors[-1].append((name, kind, tuple(leaf.shape)))
-    names = _group_names(len(present)) if launches else [("deep", "first")[index] for index in present]
-    groups = []
-    for name, members in zip(names, tensors, strict=True):
-        members.sort(key=lambda tensor: list(Kind).index(tensor[1]))  # stable: readiness order within a kind
-        last = min(position[tensor.partition("/")[0]] for tensor, _, _ in members if tensor in params)
-        groups.append(_tile(name, members, segments[last], conv_order, alignment_bytes // 4))
-    return Plan(tuple(groups))
+        statistics.append(Tensor(name, kind, tuple(leaf.shape), last_segment))
+    return results, statistics
 
 
-def flatten(group: Group, leaves: Mapping[str, jax.Array], share: jax.Array | float = 1.0) -> jax.Array:
-    """Returns the group's buffer, 1-D, with every region's tensor in its physical order at its offset.
+def _tile(
+    name: str, members: Sequence[Tensor], launch_after: str, dtype: str, conv_order: ConvOrder,
+    alignment_elements: int, shards: int,
+) -> Group:  # fmt: skip
+    offset, regions = 0, []
+    for tensor in sorted(members, key=lambda tensor: list(Kind).index(tensor.kind)):  # stable: readiness in a kind
+        elements = math.prod(tensor.shape)
+        elements = elements if tensor.kind is Kind.R_RESULT else math.ceil(elements / shards)
+        order = physical_order(tensor.shape, conv_order)
+        regions.append(Region(tensor.name, tensor.kind, tensor.shape, order, offset, elements))
+        offset += math.ceil(elements / alignment_elements) * alignment_elements
+    return Group(name, launch_after, tuple(regions), shards * offset, dtype, shards)
 
-    On a GPU the concatenation writes straight into the buffer that the AllReduce works on, and casts on the way.
+
+def make_plan(
+    params_shape: Mapping[str, Any],
+    batch_stats_shape: Mapping[str, Any],
+    segments: Sequence[str],
+    split: Split = two_groups,
+    *,
+    conv_order: ConvOrder = "OHWI",
+    alignment_bytes: int = 4,
+    frozen: Container[str] = (),
+    comm_dtype: str = "float32",
+    shards: int = 1,
+    bundled: bool = True,
+) -> Plan:
+    """Lays out all gradients, the results of the batch and the BatchNorm statistics in groups.
+
+    `R_RESULT` ends the first group that is launched, the BatchNorm statistics end the last. Both travel in float32:
+    where the gradients do not, they form a group of their own, `rest`, launched last.
 
     Args:
-        group: where the tensors go.
-        leaves: tensors by name.
-        share: weight of this device's BatchNorm statistics in the sum, float32, shape ().
+        params_shape: `{segment: tree}` of float32 shapes, from `jax.eval_shape`.
+        batch_stats_shape: the same for the running statistics.
+        segments: segment names in forward order (trees come back from JAX with sorted keys).
+        split: which gradients form a group.
+        conv_order: physical order of rank-4 kernels.
+        alignment_bytes: every region starts at a multiple of this; 4 leaves no gap.
+        frozen: names of the parameters that have no gradient.
+        comm_dtype: element type in which gradients are reduced.
+        shards: parts into which every buffer is laid out, each region padded to a multiple of them.
+        bundled: False reduces results and every statistic by themselves.
+
+    Raises:
+        ValueError: a parameter is not float32, a tree names an unknown segment, there is no parameter to train, or
+            the alignment is not a multiple of 4 bytes.
     """
-    gradients: list[jax.Array] = []
-    statistics: list[jax.Array] = []
-    end = 0
-    for region in group.regions:
-        pieces = statistics if region.kind in (Kind.B_NEXT_MEAN, Kind.B_NEXT_VAR) else gradients
-        pieces.append(jnp.zeros(region.offset_elements - end, group.dtype))
-        pieces.append(leaves[region.name].transpose(region.physical_order).reshape(-1).astype(group.dtype))
-        end = region.offset_elements + region.size_elements
-    padding = jnp.zeros(group.size_elements - end, group.dtype)
-    if not statistics:
-        return _concatenate([*gradients, padding])
-    # Weighted as one vector: XLA splits concatenations of more than 128 arrays, and would move the gradients twice.
-    return _concatenate([*gradients, _concatenate([*statistics, padding]) * share])
-
-
-def _concatenate(pieces: Sequence[jax.Array]) -> jax.Array:
-    return jnp.concatenate([piece for piece in pieces if piece.size])
-
-
-def unflatten(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
-    """Returns the tensors of a group by name, in their logical shapes: the inverse of `flatten`."""
-    leaves = {}
-    for region in group.regions:
-        flat = jax.lax.slice(buffer, (region.offset_elements,), (region.offset_elements + region.size_elements,))
-        physical = flat.reshape([region.shape[dim] for dim in region.physical_order])
-        inverse = sorted(range(len(region.shape)), key=region.physical_order.__getitem__)
-        leaves[region.name] = physical.transpose(inverse)
-    return leaves
+    stats = name_leaves(batch_stats_shape)
+    _check(name_leaves(params_shape) | stats, segments, alignment_bytes)
+    trained = [tensor for tensor in list_tensors(params_shape, segments) if tensor.name not in frozen]
+    if not trained:
+        raise ValueError("there are no parameters to train: the chain has none, or all are frozen")
+    groups = {name: list(members) for name, members in split(trained).items()}
+    dtypes = dict.fromkeys(groups, comm_dtype)
+    results, statistics = _passengers(stats, len(segments) - 1)
+    if not bundled:
+        groups = {"results": [results], **groups}
+        groups |= {f"statistic{index}": [tensor] for index, tensor in enumerate(statistics, 1)}
+    elif comm_dtype != "float32":
+        groups["rest"] = [*statistics, results]
+    else:
+        names = tuple(groups)
+        groups[names[0]].append(results)
+        groups[names[-1]] += statistics
+    launch_segment, tiled = len(segments) - 1, []
+    for name, members in groups.items():  # none starts before one that is launched before it
+        launch_segment = min(launch_segment, *(tensor.segment for tensor in members))
+        tiled.append(
+            _tile(name, members, segments[launch_segment], dtypes.get(name, "float32"), conv_order,
+                  alignment_bytes // 4, shards)
+        )  # fmt: skip
+    return Plan(tuple(tiled))

@@ -13,7 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from trjax.config import Config, DataConfig, ModelConfig, OptimConfig, config_from_table, read_table
+from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
+from trjax.tables import config_from_table, read_table
 
 Own = TypeVar("Own")
 

@@ -1,6 +1,5 @@
 """A run's configuration turned into its parts: the one place from which `train` and `explain` take them."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,21 +10,22 @@ import optax
 from jax.sharding import Mesh
 
 from trjax import collectives
-from trjax.chain import Chain
+from trjax.backward import Recipe
+from trjax.chain import Chain, init_chain
 from trjax.config import Config
-from trjax.cost import Machine, Topology, make_machine
 from trjax.data.augment import make_augment, normalise
 from trjax.data.batches import Batch
 from trjax.data.sources import DataSpec, describe
-from trjax.grouping import INDIFFERENT_SECONDS, SegmentCost, choose_launches, predict_exposed, predict_segments
+from trjax.forms import StateForms, conv_order_of, make_forms
 from trjax.mesh import SPLIT, placement, split_batch
 from trjax.optim import make_optimizer
-from trjax.options import INIT_OPTIONS
-from trjax.plan import NUM_RESULTS, ConvOrder, Plan, make_plan
+from trjax.plan import NUM_RESULTS, Plan, select_leaves
+from trjax.planning import Shapes, machine_of, plan_run
+from trjax.reducers import make_reducer
 from trjax.resnet import make_resnet
-from trjax.state import TrainState, init_state
-from trjax.step import conv_order_of, make_evaluation, make_train_step, state_formats
-from trjax.targets import target_of_device
+from trjax.state import init_state
+from trjax.step import make_evaluation, make_train_step, train_split
+from trjax.zero import check_elementwise
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,11 @@ class Program:
 
     Attributes:
         mesh: the devices.
-        chain: the model.
-        plan: where its gradients live.
-        state_shape: a `TrainState` of shapes.
-        batch_shape: a `Batch` of shapes.
+        recipe: how gradients come about: the model, its plan, how groups are summed.
+        forms: of the state, as the step and as checkpoints have it, and where it lies.
+        batch_shape: a `Batch` of shapes, as the step has it.
+        eval_batch_shape: the same, as evaluation has it.
         totals_shape: of an evaluation's totals.
-        formats: where each array of the state lies.
         init: `() -> TrainState`, jitted.
         train_step: see `step.make_train_step`.
         accumulate: see `step.make_evaluation`.
@@ -47,20 +46,31 @@ class Program:
     """
 
     mesh: Mesh
-    chain: Chain
-    plan: Plan
-    state_shape: TrainState
+    recipe: Recipe
+    forms: StateForms
     batch_shape: Batch
+    eval_batch_shape: Batch
     totals_shape: jax.ShapeDtypeStruct
-    formats: Any
     init: Any
     train_step: Any
     accumulate: Any
     reduce_totals: Any
 
+    @property
+    def plan(self) -> Plan:
+        """Where the gradients live."""
+        return self.recipe.plan
+
     def place(self, batch: Batch) -> Batch:
-        """Splits a batch over the devices."""
+        """Splits a batch of an evaluation over the devices."""
         return jax.device_put(batch, placement(self.mesh, SPLIT))
+
+    def place_train(self, batch: Batch) -> Batch:
+        """Splits a training batch over the devices; of several micro-batches, each over all of them."""
+        micro_batches = self.recipe.micro_batches
+        if micro_batches > 1:
+            batch = Batch(*(leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch))
+        return jax.device_put(batch, placement(self.mesh, train_split(micro_batches)))
 
 
 def make_chain(config: Config, spec: DataSpec) -> Chain:
@@ -76,105 +86,103 @@ def make_chain(config: Config, spec: DataSpec) -> Chain:
     )
 
 
-def shape_state(chain: Chain, optimizer: optax.GradientTransformation, spec: DataSpec, seed: int = 0) -> TrainState:
-    """Returns the shapes of the state; computes nothing."""
-    return jax.eval_shape(partial(init_state, chain, optimizer, spec.image_shape, seed))
+def shape_run(config: Config, chain: Chain | None = None) -> Shapes:
+    """Returns the shapes from which a run's plan is made; computes nothing."""
+    spec = describe(config.data)
+    chain = make_chain(config, spec) if chain is None else chain
+    params, batch_stats = jax.eval_shape(lambda: init_chain(chain, jax.random.key(0), spec.image_shape))
+    return Shapes(chain, params, batch_stats, spec.image_shape)
 
 
-def shape_batch(spec: DataSpec, global_batch: int) -> Batch:
-    """Returns the shapes of a global batch."""
+def shape_batch(spec: DataSpec, *dims: int) -> Batch:
+    """Returns the shapes of a batch with these leading dims."""
 
-    def shape(dtype: type[np.generic], *dims: int) -> Any:
-        return jax.ShapeDtypeStruct((global_batch, *dims), dtype)
+    def shape(dtype: type[np.generic], *rest: int) -> Any:
+        return jax.ShapeDtypeStruct((*dims, *rest), dtype)
 
     return Batch(shape(np.uint8, *spec.image_shape), shape(np.int32), shape(np.float32), shape(np.int32))
 
 
-def machine_of(mesh: Mesh, link_gbytes: float = 0.0) -> Machine:
-    """Returns what the cost model takes the devices of a mesh for; one process is one host."""
-    hosts = len({device.process_index for device in mesh.devices.flat})
-    target = target_of_device(mesh.devices.flat[0].device_kind)
-    return make_machine(target, Topology(hosts, mesh.size // hosts), link_gbytes)
+def _make_optimizers(
+    config: Config, shapes: Shapes, plan: Plan, optimizer: optax.GradientTransformation | None
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Returns the optimizer of whole parameters, and that of the part that a device updates: often the same."""
+    trained = select_leaves(shapes.params, plan.trained)
+    sharded = make_reducer(config).sharded
+    if optimizer is not None:
+        if sharded:
+            check_elementwise(optimizer, trained)
+        return optimizer, optimizer
+    sums = (collectives.sum_norms,) if sharded else ()
+    return make_optimizer(config.optim, trained), make_optimizer(config.optim, trained, *sums)
 
 
-def _segment_costs(
-    config: Config, chain: Chain, shapes: TrainState, spec: DataSpec, machine: Machine
-) -> tuple[SegmentCost, ...]:
-    local_batch = split_batch(config.global_batch, machine.topology.world_size)
-    return predict_segments(chain, shapes.params, shapes.batch_stats, spec.image_shape, local_batch, machine)
+def make_recipe(config: Config, chain: Chain, plan: Plan) -> Recipe:
+    """Returns how the gradients of a run's step come about."""
+    reducer = make_reducer(config)
+    return Recipe(
+        chain,
+        plan,
+        config.global_batch,
+        reducer.launch,
+        statistics="first" if config.bn == "rank0" else "mean",
+        micro_batches=config.accumulate,
+        sharded=reducer.sharded,
+    )
 
 
-def _exposed(costs: Sequence[SegmentCost], plan: Plan, machine: Machine) -> float:
-    return predict_exposed(costs, [(group.launch_after, group.size_bytes) for group in plan.groups], machine)
+def _train_dims(config: Config) -> tuple[int, ...]:
+    """Returns the leading dims of a training batch: (global_batch,), or (micro_batches, examples of each)."""
+    micro_batches = config.accumulate
+    return (config.global_batch,) if micro_batches == 1 else (micro_batches, config.global_batch // micro_batches)
 
 
-def _choose_plan(plan_groups: Callable[..., Plan], costs: Sequence[SegmentCost], machine: Machine) -> Plan:
-    """Returns the plan of `--reducer auto`: the default one unless other groups are predicted to save time."""
-    two_groups, chosen = plan_groups(), plan_groups(launches=choose_launches(costs, machine))
-    saved = _exposed(costs, two_groups, machine) - _exposed(costs, chosen, machine)
-    return chosen if saved > INDIFFERENT_SECONDS else two_groups
-
-
-def compare_groupings(config: Config, machine: Machine, conv_order: ConvOrder) -> dict[str, tuple[Plan, float]]:
-    """Returns the plan of each reducer, and the exposed seconds that the cost model predicts for it."""
-    spec = describe(config.data)
-    chain = make_chain(config, spec)
-    shapes = shape_state(chain, make_optimizer(config.optim), spec)
-    plan_groups = partial(make_plan, shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
-    costs = _segment_costs(config, chain, shapes, spec, machine)
-    plans = {"two_group": plan_groups(), "auto": _choose_plan(plan_groups, costs, machine)}
-    return {reducer: (plan, _exposed(costs, plan, machine)) for reducer, plan in plans.items()}
-
-
-def make_program(config: Config, mesh: Mesh, chain: Chain | None = None) -> Program:
+def make_program(
+    config: Config, mesh: Mesh, chain: Chain | None = None, optimizer: optax.GradientTransformation | None = None
+) -> Program:
     """Returns the parts of a run on a mesh.
 
     Args:
         config: the run.
         mesh: its devices.
         chain: a model of one's own in place of the configured ResNet.
+        optimizer: one's own, for a learning rate of one, in place of the configured one.
 
     Raises:
-        ValueError: the global batch is not divisible by the number of devices.
+        ValueError: the global batch is not divisible by the number of devices, `freeze` names no parameter, or the
+            optimizer cannot update shards.
     """
-    split_batch(config.global_batch, mesh.size)
-    spec = describe(config.data)
-    chain = make_chain(config, spec) if chain is None else chain
-    optimizer = make_optimizer(config.optim)
-    shapes = shape_state(chain, optimizer, spec, config.seed)
-    platform = mesh.devices.flat[0].platform
-    conv_order = conv_order_of(platform)
-    plan_groups = partial(make_plan, shapes.params, shapes.batch_stats, tuple(chain), conv_order=conv_order)
-    if config.reducer == "auto":
-        machine = machine_of(mesh, config.link_gbytes)
-        plan = _choose_plan(plan_groups, _segment_costs(config, chain, shapes, spec, machine), machine)
-    else:
-        plan = plan_groups()
-    formats = state_formats(mesh, shapes, conv_order)
-    init = partial(init_state, chain, optimizer, spec.image_shape, config.seed)
-    augment = make_augment(config.data, spec, config.seed)
-    accumulate, reduce_totals = make_evaluation(chain, partial(normalise, spec=spec), mesh, formats)
+    split_batch(config.global_batch, mesh.size, config.accumulate)
+    spec, shapes, reducer = describe(config.data), shape_run(config, chain), make_reducer(config)
+    machine, conv_order = machine_of(mesh, config.link_gbytes), conv_order_of(mesh.devices.flat[0].platform)
+    plan = plan_run(config, shapes, machine, conv_order)
+    whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer)
+    select = partial(select_leaves, names=plan.trained)
+    init = partial(init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select)
+    forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
+    recipe, augment = make_recipe(config, shapes.chain, plan), make_augment(config.data, spec, config.seed)
+    accumulate, reduce_totals = make_evaluation(shapes.chain, partial(normalise, spec=spec), mesh, forms.formats)
     return Program(
         mesh=mesh,
-        chain=chain,
-        plan=plan,
-        state_shape=shapes,
-        batch_shape=shape_batch(spec, config.global_batch),
+        recipe=recipe,
+        forms=forms,
+        batch_shape=shape_batch(spec, *_train_dims(config)),
+        eval_batch_shape=shape_batch(spec, config.global_batch),
         totals_shape=jax.ShapeDtypeStruct((mesh.size, NUM_RESULTS), np.float32),
-        formats=formats,
-        init=jax.jit(init, out_shardings=formats, compiler_options=INIT_OPTIONS.get(platform)),
+        init=forms.init,
         train_step=make_train_step(
-            chain, plan, optimizer, augment, mesh, formats, global_batch=config.global_batch, seed=config.seed
+            recipe, optimizer, augment, mesh, forms.specs, forms.formats,
+            seed=config.seed, written_out=reducer.written_out, ordinary=reducer.ordinary,
         ),
         accumulate=accumulate,
         reduce_totals=reduce_totals,
-    )
+    )  # fmt: skip
 
 
 def lower_step(program: Program) -> Any:
     """Returns the train step lowered for the program's shapes, ready to compile; no device computes."""
     scalars = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
-    return program.train_step.lower(program.state_shape, program.batch_shape, *scalars)
+    return program.train_step.lower(program.forms.shape, program.batch_shape, *scalars)
 
 
 def compile_program(program: Program) -> Program:
@@ -182,7 +190,7 @@ def compile_program(program: Program) -> Program:
 
     A compiled function refuses any other shape, type or placement: nothing can compile again unnoticed.
     """
-    state, batch, totals = program.state_shape, program.batch_shape, program.totals_shape
+    state, batch, totals = program.forms.shape, program.eval_batch_shape, program.totals_shape
     return replace(
         program,
         train_step=lower_step(program).compile(),

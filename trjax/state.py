@@ -1,5 +1,6 @@
 """Everything that a step changes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,20 @@ class TrainState:
 
 
 def init_state(
-    chain: Chain, optimizer: optax.GradientTransformation, image_shape: tuple[int, ...], seed: int
+    chain: Chain,
+    optimizer: optax.GradientTransformation,
+    image_shape: tuple[int, ...],
+    seed: int,
+    select: Callable[[Any], Any] = lambda params: params,
 ) -> TrainState:
-    """Returns the initial state: a function of the seed alone."""
+    """Returns the initial state: a function of the seed alone.
+
+    Args:
+        chain: the model.
+        optimizer: of the parameters that are trained.
+        image_shape: of one example.
+        seed: of the parameters.
+        select: leaves out the parameters that are frozen.
+    """
     params, batch_stats = init_chain(chain, stream_key(seed, "init"), image_shape)
-    return TrainState(params, batch_stats, optimizer.init(params), jnp.zeros((), jnp.int32))
+    return TrainState(params, batch_stats, optimizer.init(select(params)), jnp.zeros((), jnp.int32))

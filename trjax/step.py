@@ -8,69 +8,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from trjax import collectives
-from trjax.backward import reduce_gradients, score
+from trjax.backward import Recipe, reduce_gradients, score
 from trjax.batchnorm import fold_batchnorm
 from trjax.chain import Chain, evaluate_chain
 from trjax.data.augment import Preprocess
 from trjax.data.batches import Batch
 from trjax.keys import stream_key
-from trjax.mesh import REPLICATED, SPLIT, placement
+from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, placement
 from trjax.options import probe_options
-from trjax.plan import NUM_RESULTS, ConvOrder, Plan, physical_order, restore_leaves
+from trjax.plan import NUM_RESULTS, Plan, name_leaves, restore_leaves, select_leaves
 from trjax.state import TrainState
-
-
-def conv_order_of(platform: str) -> ConvOrder:
-    """Returns the physical order of convolution kernels in which the platform's convolutions read them."""
-    return "HWIO" if platform == "cpu" else "OHWI"
-
-
-def state_formats(mesh: Mesh, state: TrainState, conv_order: ConvOrder) -> Any:
-    """Returns where and in which physical order each array of a state lies: replicated, kernels pinned.
-
-    With the parameters and the momentum in the order of the gradient regions, neither the gather nor the
-    update transposes.
-
-    Args:
-        mesh: the devices.
-        state: shapes are enough.
-        conv_order: the plan's.
-    """
-    where = placement(mesh, REPLICATED)
-
-    def pin(leaf: Any) -> Any:
-        order = physical_order(leaf.shape, conv_order)
-        return where if order == tuple(range(leaf.ndim)) else Format(Layout(order), where)
-
-    return jax.tree.map(pin, state)
+from trjax.zero import update_shards
 
 
 def _update(
     state: TrainState,
     reduced: dict[str, jax.Array],
+    plan: Plan,
     optimizer: optax.GradientTransformation,
     learning_rate: jax.Array,
 ) -> TrainState:
-    gradients, batch_stats = restore_leaves(reduced, state.params), restore_leaves(reduced, state.batch_stats)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, jax.tree.map(lambda update: -learning_rate * update, updates))
+    trained = select_leaves(state.params, plan.trained)
+    gradients, batch_stats = restore_leaves(reduced, trained), restore_leaves(reduced, state.batch_stats)
+    updates, opt_state = optimizer.update(gradients, state.opt_state, trained)
+    params = optax.apply_updates(trained, jax.tree.map(lambda update: -learning_rate * update, updates))
+    params = restore_leaves(name_leaves(state.params) | name_leaves(params), state.params)
     return TrainState(params, batch_stats, opt_state, state.step + 1)
 
 
 def make_train_step(
-    chain: Chain,
-    plan: Plan,
+    recipe: Recipe,
     optimizer: optax.GradientTransformation,
     augment: Preprocess,
     mesh: Mesh,
+    specs: TrainState,
     formats: Any,
     *,
-    global_batch: int,
     seed: int,
+    written_out: bool = False,
+    ordinary: bool = False,
 ) -> Any:
     """Returns the jitted update `(state, batch, learning_rate, epoch) -> (state, results)`.
 
@@ -78,43 +57,48 @@ def make_train_step(
     epoch are scalars of the host and inputs of the program: no value of theirs compiles it again.
 
     Args:
-        chain: the model.
-        plan: its plan, in the physical order of `formats`.
+        recipe: how gradients come about; its plan in the physical order of `formats`.
         optimizer: for a learning rate of one.
         augment: maps a block and the epoch to the network's input.
         mesh: the devices; those of a topology description need not be there to compile.
-        formats: of the state, from `state_formats`.
-        global_batch: examples over all devices.
+        specs: how the state is spread, `StateForms.specs`.
+        formats: where it lies, `StateForms.formats`.
         seed: for dropout and the like.
+        written_out: the sums are the same on all devices, but `shard_map` cannot see it.
+        ordinary: leave the compiler its own options.
     """
 
     def block_step(
         state: TrainState, block: Batch, learning_rate: jax.Array, epoch: jax.Array
     ) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(stream_key(seed, "dropout"), state.step)
+        key = jax.random.fold_in(key, collectives.device_index())
         reduced = reduce_gradients(
-            chain,
-            plan,
-            state.params,
-            state.batch_stats,
-            augment(block, epoch),
-            block.labels,
-            block.mask,
-            global_batch=global_batch,
-            key=jax.random.fold_in(key, collectives.device_index()),
+            recipe, state.params, state.batch_stats, block, lambda micro: augment(micro, epoch), key
         )
-        return _update(state, reduced, optimizer, learning_rate), reduced["results"]
+        if recipe.sharded:
+            return update_shards(state, reduced, recipe.plan, optimizer, learning_rate)
+        return _update(state, reduced, recipe.plan, optimizer, learning_rate), reduced["results"]
 
-    whole = placement(mesh, REPLICATED)
+    whole, batch_spec = placement(mesh, REPLICATED), train_split(recipe.micro_batches)
     return jax.jit(
         jax.shard_map(
-            block_step, mesh=mesh, in_specs=(REPLICATED, SPLIT, REPLICATED, REPLICATED), out_specs=REPLICATED
+            block_step,
+            mesh=mesh,
+            in_specs=(specs, batch_spec, REPLICATED, REPLICATED),
+            out_specs=(specs, REPLICATED),
+            check_vma=not written_out,
         ),
-        in_shardings=(formats, placement(mesh, SPLIT), whole, whole),
+        in_shardings=(formats, placement(mesh, batch_spec), whole, whole),
         out_shardings=(formats, whole),
         donate_argnums=0,
-        compiler_options=probe_options(mesh).accepted,
+        compiler_options=None if ordinary else probe_options(mesh).accepted,
     )
+
+
+def train_split(micro_batches: int) -> PartitionSpec:
+    """Returns how a training batch is split over the devices: each micro-batch by itself, if there are several."""
+    return SPLIT if micro_batches == 1 else SPLIT_MICRO
 
 
 def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], mesh: Mesh, formats: Any) -> Any:
@@ -129,7 +113,7 @@ def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], 
         chain: the model.
         preprocess: maps uint8 images to the network's input.
         mesh: the devices.
-        formats: of the state, from `state_formats`.
+        formats: of the state, `StateForms.formats`.
     """
 
     def accumulate(totals: jax.Array, params: Any, batch_stats: Any, block: Batch) -> jax.Array:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+import optax
 
 from trjax.chain import Chain
 from trjax.checkpoint import Checkpoints, open_checkpoints, restore, save
@@ -95,10 +96,10 @@ def _train_epoch(run: Run, state: TrainState, end_step: int) -> TrainState:
             run.record("train", meter, step)
 
     previous: tuple[int, jax.Array] | None = None
-    batches = train_batches(run.train_source, config.global_batch, config.seed, start_step, end_step)
+    batches = train_batches(run.train_source, config.global_batch, config.seed, start_step, end_step, config.last_batch)
     for step, batch in enumerate(batches, start=start_step):
         epoch = np.int32(step // run.steps_per_epoch)
-        state, results = run.program.train_step(state, run.program.place(batch), run.learning_rates[step], epoch)
+        state, results = run.program.train_step(state, run.program.place_train(batch), run.learning_rates[step], epoch)
         if previous:
             settle(*previous)
         previous = (step + 1, results)
@@ -130,7 +131,7 @@ def _loop(run: Run, state: TrainState) -> TrainState:
         step = int(state.step)
         top1 = _evaluate(run, state) if step == epoch_end else None
         position = {"epoch": step // run.steps_per_epoch, "batch": step % run.steps_per_epoch}
-        save(run.checkpoints, state, position, asdict(run.config), top1)
+        save(run.checkpoints, run.program.forms.unload(state), position, asdict(run.config), top1)
     return state
 
 
@@ -162,7 +163,8 @@ def _start(config: Config, workdir: Path, program: Program, steps_per_epoch: int
     checkpoints = open_checkpoints(workdir / "checkpoints")
     if checkpoints.last_step is None:
         return checkpoints, program.init()
-    state, position = restore(checkpoints, program.state_shape, program.mesh, program.formats)
+    saved, position = restore(checkpoints, program.forms.saved_shape, program.mesh, program.forms.saved_formats)
+    state = program.forms.load(saved)
     step = int(state.step)
     if (position["epoch"], position["batch"]) != divmod(step, steps_per_epoch):
         raise ValueError(
@@ -174,22 +176,23 @@ def _start(config: Config, workdir: Path, program: Program, steps_per_epoch: int
     return checkpoints, state
 
 
-def train(config: Config, chain: Chain | None = None) -> Summary:
+def train(config: Config, chain: Chain | None = None, optimizer: optax.GradientTransformation | None = None) -> Summary:
     """Trains a run, or goes on with the one in `config.workdir`, to its end or an interrupt.
 
     Args:
         config: the run.
         chain: a model of one's own in place of the configured ResNet.
+        optimizer: one's own, for a learning rate of one, in place of the configured one.
 
     Raises:
         ValueError: something the user gave cannot be; says what, the rule and the remedy.
     """
     started = time.perf_counter()
-    start_platform(config.platform, config.devices)
-    mesh = make_mesh(config.devices)
-    program = make_program(config, mesh, chain)
+    start_platform(config.platform, config.devices, config.nccl)
+    mesh = make_mesh(config.devices, config.hosts)
+    program = make_program(config, mesh, chain, optimizer)
     train_source, test_source = load(config.data)
-    steps_per_epoch = count_batches(len(train_source), config.global_batch)
+    steps_per_epoch = count_batches(len(train_source), config.global_batch, config.last_batch)
     workdir = open_workdir(config)
     checkpoints, state = _start(config, workdir, program, steps_per_epoch)
     write_config(config, workdir)

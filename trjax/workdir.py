@@ -5,9 +5,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trjax.config import Config, config_from_table, config_to_toml, read_table
+from trjax.config import Config
+from trjax.tables import config_from_table, config_to_toml, read_table
 
-_MAY_CHANGE = {"preset", "devices", "platform", "epochs", "reducer", "link_gbytes", "log_every", "workdir", "data.root"}
+_MAY_CHANGE = {
+    "preset", "devices", "platform", "epochs", "reducer", "bucket_mb", "hosts", "nccl", "link_gbytes", "log_every",
+    "workdir", "data.root",
+}  # fmt: skip
 """Options that a resumed run may be given anew; another value of any other would make it another run."""
 
 

@@ -1,7 +1,7 @@
 """The order of examples, and global batches of one fixed size."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,13 +34,23 @@ def epoch_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_examples)
 
 
-def count_batches(num_examples: int, global_batch: int) -> int:
-    """Returns the number of batches that hold every example once.
+def count_batches(num_examples: int, global_batch: int, last_batch: Literal["pad", "drop"] = "pad") -> int:
+    """Returns the number of batches of an epoch: the last one padded, or left out if it is not full.
 
-    >>> count_batches(1437, 96)
-    15
+    >>> count_batches(1437, 96), count_batches(1437, 96, "drop")
+    (15, 14)
+
+    Raises:
+        ValueError: it is left out, and there is no other.
     """
-    return -(-num_examples // global_batch)
+    if last_batch == "pad":
+        return -(-num_examples // global_batch)
+    if num_examples < global_batch:
+        raise ValueError(
+            f"last_batch=drop with global_batch={global_batch}: {num_examples} examples do not fill one batch; "
+            "use a smaller one, or last_batch=pad"
+        )
+    return num_examples // global_batch
 
 
 def _read_batch(source: Source, indices: np.ndarray, global_batch: int) -> Batch:
@@ -55,9 +65,16 @@ def _read_batch(source: Source, indices: np.ndarray, global_batch: int) -> Batch
     )
 
 
-def train_batches(source: Source, global_batch: int, seed: int, start_step: int, end_step: int) -> Iterator[Batch]:
+def train_batches(
+    source: Source,
+    global_batch: int,
+    seed: int,
+    start_step: int,
+    end_step: int,
+    last_batch: Literal["pad", "drop"] = "pad",
+) -> Iterator[Batch]:
     """Yields the batches of steps `start_step` up to `end_step`, whatever came before: nothing is replayed."""
-    per_epoch = count_batches(len(source), global_batch)
+    per_epoch = count_batches(len(source), global_batch, last_batch)
     order_epoch, order = -1, np.empty(0, np.int64)
     for step in range(start_step, end_step):
         epoch, position = divmod(step, per_epoch)

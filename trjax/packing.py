@@ -1,0 +1,106 @@
+"""Tensors into a group's buffer and back: the way that every gradient goes."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from trjax.buckets import Kind
+from trjax.plan import Group, Region
+
+STATISTICS = (Kind.B_NEXT_MEAN, Kind.B_NEXT_VAR)
+
+
+def _concatenate(pieces: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate([piece for piece in pieces if piece.size], -1)
+
+
+def _physical(region: Region, leaf: jax.Array) -> jax.Array:
+    """Returns a tensor as it lies in memory, 1-D."""
+    return leaf.transpose(region.physical_order).reshape(-1)
+
+
+def _logical(region: Region, flat: jax.Array) -> jax.Array:
+    physical = flat.reshape([region.shape[dim] for dim in region.physical_order])
+    return physical.transpose(sorted(range(len(region.shape)), key=region.physical_order.__getitem__))
+
+
+def spread_shards(region: Region, leaf: jax.Array, shards: int) -> jax.Array:
+    """Returns a tensor as it lies in the shards, shape (shards, shard_elements), padded with zeros.
+
+    Of `R_RESULT` every shard holds the whole.
+    """
+    flat = _physical(region, leaf)
+    if region.kind is Kind.R_RESULT:
+        return jnp.broadcast_to(flat, (shards, flat.size))
+    return jnp.pad(flat, (0, shards * region.shard_elements - flat.size)).reshape(shards, -1)
+
+
+def join_shards(region: Region, rows: jax.Array) -> jax.Array:
+    """Returns the tensor, in its logical shape, of what lies in the shards: the inverse of `spread_shards`."""
+    whole = rows[0] if region.kind is Kind.R_RESULT else rows.reshape(-1)[: region.size_elements]
+    return _logical(region, whole)
+
+
+def flatten(group: Group, leaves: Mapping[str, jax.Array], share: jax.Array | float = 1.0) -> jax.Array:
+    """Returns the group's buffer, 1-D, with every region's tensor in its physical order at its offset.
+
+    On a GPU the concatenation writes straight into the buffer that the AllReduce works on, and casts on the way.
+
+    Args:
+        group: where the tensors go.
+        leaves: tensors by name.
+        share: weight of this device's BatchNorm statistics in the sum, float32, shape ().
+    """
+    rows = (group.shards,) if group.shards > 1 else ()
+    gradients: list[jax.Array] = []
+    statistics: list[jax.Array] = []
+    end = 0
+    for region in group.regions:
+        pieces = statistics if region.kind in STATISTICS else gradients
+        pieces.append(jnp.zeros((*rows, region.offset_elements - end), group.dtype))
+        leaf = leaves[region.name]
+        pieces.append((spread_shards(region, leaf, *rows) if rows else _physical(region, leaf)).astype(group.dtype))
+        end = region.offset_elements + region.shard_elements
+    padding = jnp.zeros((*rows, group.size_elements // group.shards - end), group.dtype)
+    if not statistics:
+        return _concatenate([*gradients, padding]).reshape(-1)
+    # Weighted as one vector: XLA splits concatenations of more than 128 arrays, and would move the gradients twice.
+    return _concatenate([*gradients, _concatenate([*statistics, padding]) * share]).reshape(-1)
+
+
+def cut(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
+    """Returns what a buffer (or one shard of it) holds of each region, by name, as it lies there.
+
+    Args:
+        group: where the tensors are.
+        buffer: shape (..., elements of a shard).
+    """
+    ends = {region: region.offset_elements + region.shard_elements for region in group.regions}
+    return {
+        region.name: jax.lax.slice_in_dim(buffer, region.offset_elements, end, axis=-1) for region, end in ends.items()
+    }
+
+
+def unflatten(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
+    """Returns the tensors of a group by name, in their logical shapes: the inverse of `flatten`."""
+    if group.shards == 1:
+        pieces = cut(group, buffer)
+        return {region.name: _logical(region, pieces[region.name]) for region in group.regions}
+    pieces = cut(group, buffer.reshape(group.shards, -1))
+    return {region.name: join_shards(region, pieces[region.name]) for region in group.regions}
+
+
+def flatten_shard(group: Group, pieces: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns one shard of the buffer, 1-D, from the parts of its tensors: the inverse of `cut`.
+
+    Args:
+        group: where the tensors go.
+        pieces: shape (shard_elements,) each, by name.
+    """
+    parts, end = [], 0
+    for region in group.regions:
+        parts += [jnp.zeros(region.offset_elements - end), pieces[region.name]]
+        end = region.offset_elements + region.shard_elements
+    parts.append(jnp.zeros(group.size_elements // group.shards - end))
+    return _concatenate(parts)

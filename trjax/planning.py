@@ -1,0 +1,143 @@
+"""A configuration's plan: which reducer groups the gradients how, and what the cost model predicts for it."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from jax.sharding import Mesh
+
+from trjax.buckets import Kind, at_launches, find_frozen
+from trjax.chain import Chain
+from trjax.config import Config, Reducing
+from trjax.cost import Machine, Topology, make_machine
+from trjax.grouping import INDIFFERENT_SECONDS, SegmentCost, choose_launches, predict_exposed, predict_segments
+from trjax.mesh import split_batch
+from trjax.plan import ConvOrder, Plan, list_tensors, make_plan
+from trjax.reducers import Reducer, make_reducer
+from trjax.targets import target_of_device
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a plan is made from.
+
+    Attributes:
+        chain: the model.
+        params: shapes of all parameters.
+        batch_stats: shapes of the BatchNorm statistics.
+        image: of one example.
+    """
+
+    chain: Chain
+    params: Any
+    batch_stats: Any
+    image: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Collectives that a step should hold.
+
+    Attributes:
+        plan: that it is made from.
+        groups: of the plan: group, opcode and bytes that each device hands in.
+        others: bytes of the AllReduces that no group holds.
+    """
+
+    plan: Plan
+    groups: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    others: Counter[int] = field(default_factory=Counter)
+
+
+def machine_of(mesh: Mesh, link_gbytes: float = 0.0) -> Machine:
+    """Returns what the cost model takes the devices of a mesh for."""
+    target = target_of_device(mesh.devices.flat[0].device_kind)
+    return make_machine(target, Topology(*mesh.devices.shape), link_gbytes)
+
+
+def frozen_names(config: Config, shapes: Shapes) -> frozenset[str]:
+    """Returns the names of the frozen parameters; raises ValueError for a pattern that names none."""
+    return find_frozen(list_tensors(shapes.params, tuple(shapes.chain)), config.freeze)
+
+
+def _costs(config: Config, shapes: Shapes, machine: Machine) -> tuple[SegmentCost, ...]:
+    micro_batch = split_batch(config.global_batch, machine.topology.world_size, config.accumulate)
+    return predict_segments(shapes.chain, shapes.params, shapes.batch_stats, shapes.image, micro_batch, machine)
+
+
+def _exposed(costs: Sequence[SegmentCost], plan: Plan, machine: Machine) -> float:
+    return predict_exposed(costs, [(group.launch_after, group.size_bytes) for group in plan.groups], machine)
+
+
+def _planner(
+    config: Config, reducer: Reducer, shapes: Shapes, world_size: int, conv_order: ConvOrder
+) -> Callable[..., Plan]:
+    return partial(
+        make_plan, shapes.params, shapes.batch_stats, tuple(shapes.chain), conv_order=conv_order,
+        frozen=frozen_names(config, shapes), comm_dtype=config.comm_dtype,
+        shards=world_size if reducer.sharded else 1, bundled=not reducer.ordinary,
+    )  # fmt: skip
+
+
+def _choose(plan_for: Callable[..., Plan], shapes: Shapes, costs: Sequence[SegmentCost], machine: Machine) -> Plan:
+    """Returns the plan of `--reducer auto`: the default one unless other groups are predicted to save time."""
+    position = {segment: index for index, segment in enumerate(shapes.chain)}
+    launches = [position[segment] for segment in choose_launches(costs, machine)]
+    two_groups, chosen = plan_for(), plan_for(split=partial(at_launches, launches))
+    saved = _exposed(costs, two_groups, machine) - _exposed(costs, chosen, machine)
+    return chosen if saved > INDIFFERENT_SECONDS else two_groups
+
+
+def plan_run(config: Config, shapes: Shapes, machine: Machine, conv_order: ConvOrder) -> Plan:
+    """Returns the plan of a run, the same on every process.
+
+    Args:
+        config: the run.
+        shapes: of its model.
+        machine: what it runs on.
+        conv_order: physical order of kernels.
+
+    Raises:
+        ValueError: the global batch is not divisible by the number of devices, or `freeze` cannot be.
+    """
+    reducer = make_reducer(config)
+    plan_for = _planner(config, reducer, shapes, machine.topology.world_size, conv_order)
+    if config.reducer == "auto":
+        return _choose(plan_for, shapes, _costs(config, shapes, machine), machine)
+    return plan_for(split=reducer.split)
+
+
+def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
+    """Returns the collectives that a run's step should compile to.
+
+    With `bn=sync` every layer's moments are reduced, in forward and in backward; where the optimizer needs norms of
+    parameters that are spread over the devices, their squares are: one for the clip, two of every parameter for lars.
+    """
+    if topology.world_size == 1:
+        return Expected(plan)
+    reducer = make_reducer(config)
+    groups = Counter((group.name, *call) for group in plan.groups for call in reducer.calls(group.size_bytes, topology))
+    others: Counter[int] = Counter()
+    for region in plan.regions:
+        if config.bn == "sync" and region.kind is Kind.B_NEXT_MEAN:
+            others.update(config.accumulate * (4 * (2 * region.size_elements + 1), 4 * 2 * region.size_elements))
+    if reducer.sharded and config.optim.clip_norm:
+        others[4] += 1
+    if reducer.sharded and config.optim.kind == "lars":
+        others[4 * 2 * len(plan.trained)] += 1
+    return Expected(plan, groups, others)
+
+
+def compare_groupings(
+    config: Config, shapes: Shapes, machine: Machine, conv_order: ConvOrder
+) -> dict[str, tuple[Plan, float]]:
+    """Returns the plans of the run's reducer and of the usual ones, and the exposed seconds predicted for each."""
+    costs = _costs(config, shapes, machine)
+    usual: tuple[Reducing, ...] = ("two_group", "auto", "ddp")
+    plans: dict[str, tuple[Plan, float]] = {}
+    for name in dict.fromkeys((*usual, config.reducer)):
+        plan = plan_run(replace(config, reducer=name), shapes, machine, conv_order)
+        plans[name] = plan, _exposed(costs, plan, machine)
+    return plans

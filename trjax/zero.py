@@ -1,0 +1,140 @@
+"""ZeRO, stage 1: every device keeps and updates the optimizer state of its shard of the parameters alone.
+
+Each group's buffer is laid out shard by shard with a part of every parameter in each, so that a device's shard is a
+tree of vectors on which an optax transformation runs as on any other. The parameters themselves stay whole on every
+device.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from trjax import collectives
+from trjax.packing import flatten_shard, join_shards, spread_shards, unflatten
+from trjax.plan import Plan, Region, name_leaves, restore_leaves, select_leaves
+from trjax.state import TrainState
+
+_PROBE_SCALES = (1e-3, 1.0, 1e3)  # one of them is beyond whatever threshold a transformation may have
+_PROBE_TOLERANCE = 1e-5
+
+
+def _map_params(optimizer: optax.GradientTransformation, change: Callable, opt_state: Any, params: Any) -> Any:
+    """Applies `change(leaf, name)` to the leaves of an optimizer state that mirror parameters."""
+    names = restore_leaves({name: name for name in name_leaves(params)}, params)
+    return optax.tree_utils.tree_map_params(optimizer, change, opt_state, names)
+
+
+def shard_state(optimizer: optax.GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
+    """Returns the state with its optimizer state in shards, one behind the other, shape (shards * elements,) each."""
+    regions = {region.name: region for region in plan.regions}
+    shards = plan.groups[0].shards
+    trained = select_leaves(state.params, plan.trained)
+
+    def spread(leaf: jax.Array, name: str) -> jax.Array:
+        return spread_shards(regions[name], leaf, shards).reshape(-1)
+
+    return replace(state, opt_state=_map_params(optimizer, spread, state.opt_state, trained))
+
+
+def join_state(optimizer: optax.GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
+    """Returns the state with whole optimizer state: the inverse of `shard_state`, for checkpoints."""
+    regions = {region.name: region for region in plan.regions}
+    shards = plan.groups[0].shards
+    trained = select_leaves(state.params, plan.trained)
+
+    def join(leaf: jax.Array, name: str) -> jax.Array:
+        return join_shards(regions[name], leaf.reshape(shards, -1))
+
+    return replace(state, opt_state=_map_params(optimizer, join, state.opt_state, trained))
+
+
+def opt_state_specs(optimizer: optax.GradientTransformation, opt_state: Any, sharded: Any, whole: Any) -> Any:
+    """Returns a tree with `sharded` for the leaves of an optimizer state that mirror parameters, else `whole`."""
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda _: sharded, opt_state, transform_non_params=lambda _: whole
+    )
+
+
+def update_shards(
+    state: TrainState,
+    reduced: dict[str, jax.Array],
+    plan: Plan,
+    optimizer: optax.GradientTransformation,
+    learning_rate: jax.Array,
+) -> tuple[TrainState, jax.Array]:
+    """Updates this device's shard of everything, then gathers the new parameters and statistics, group by group.
+
+    Args:
+        state: parameters whole, of the optimizer state this device's shard.
+        reduced: this device's shard of every region, `backward.reduce_gradients`.
+        plan: how the shards lie.
+        optimizer: for a learning rate of one.
+        learning_rate: float32, shape ().
+
+    Returns:
+        The new state, and the results of the batch.
+    """
+    trained = select_leaves(state.params, plan.trained)
+    leaves, index, shards = name_leaves(trained), collectives.device_index(), plan.groups[0].shards
+
+    def own(region: Region) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(spread_shards(region, leaves[region.name], shards), index, keepdims=False)
+
+    params = restore_leaves({region.name: own(region) for region in plan.regions if region.name in leaves}, trained)
+    updates, opt_state = optimizer.update(restore_leaves(reduced, trained), state.opt_state, params)
+    params = optax.apply_updates(params, jax.tree.map(lambda update: -learning_rate * update, updates))
+    pieces = reduced | name_leaves(params)
+    whole: dict[str, jax.Array] = {}
+    previous: jax.Array | None = None
+    for group in plan.groups:
+        with jax.named_scope(f"all_reduce_{group.name}"):  # the second half of it
+            previous = collectives.all_gather(flatten_shard(group, pieces), previous)
+        whole |= unflatten(group, previous)
+    params = restore_leaves(name_leaves(state.params) | whole, state.params)
+    batch_stats = restore_leaves(whole, state.batch_stats)
+    return TrainState(params, batch_stats, opt_state, state.step + 1), whole["results"]
+
+
+def _first_half(leaf: Any) -> np.ndarray:
+    flat = np.ravel(np.asarray(leaf))
+    return flat[: -(-flat.size // 2)]
+
+
+def _last_update(optimizer: optax.GradientTransformation, params: Any, gradients: Sequence[Any]) -> Any:
+    opt_state, updates = optimizer.init(params), params
+    for gradient in gradients:
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+    return updates
+
+
+def check_elementwise(optimizer: optax.GradientTransformation, params_shape: Any) -> None:
+    """Checks that an optimizer updates a part of each parameter as it updates the whole, by trying.
+
+    Two steps on a tree like `params_shape`, but small, are computed for whole leaves and for their first halves.
+
+    Raises:
+        ValueError: the results differ: the transformation is not elementwise, or depends on shapes.
+    """
+    random = np.random.default_rng(0)
+
+    def draw(leaf: Any, scale: float) -> np.ndarray:
+        shape = [min(size, 2 + axis) for axis, size in enumerate(leaf.shape)]
+        return np.asarray(scale * random.normal(size=shape), np.float32)
+
+    for scale in _PROBE_SCALES:
+        whole = [jax.tree.map(partial(draw, scale=size), params_shape) for size in (1.0, scale, scale)]
+        halves = jax.tree.map(_first_half, whole)
+        updates, of_halves = (_last_update(optimizer, tree[0], tree[1:]) for tree in (whole, halves))
+        for expected, found in zip(*map(jax.tree.leaves, (updates, of_halves)), strict=True):
+            if not np.allclose(found, _first_half(expected), _PROBE_TOLERANCE, _PROBE_TOLERANCE * scale):
+                raise ValueError(
+                    "reducer=zero1: the optimizer's update of a shard is not the shard of its update: it is not "
+                    "elementwise, or depends on the shapes of parameters; use another reducer, or trjax.optim's norms"
+                )
