@@ -1,7 +1,7 @@
 """How well would ResNet-50 scale, from 1 to 4096 GPUs, by the way its gradients are summed and the links there are?
 
 Each program is compiled once, for GPUs that need not be here, and replayed on every machine with its own links.
-    per_leaf   `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient and statistic
+    per_leaf   an AllReduce for every gradient, as ordinary programs have it
     two_group  trjax: two AllReduces, launched from within the backward
     auto       trjax: those that each machine's links need
 Efficiency is the share of a step in which a GPU computes: alone, nothing is exposed.
@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import tyro
-from compare_programs import make_ordinary_step
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -28,8 +27,9 @@ from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
 from trjax.cost import Machine, Topology, make_machine, predict_efficiency
 from trjax.mesh import make_topology_mesh, start_platform
+from trjax.planning import Shapes, plan_run
 from trjax.presets import preset_config
-from trjax.program import compare_groupings, lower_step, make_program
+from trjax.program import lower_step, make_program, shape_run
 from trjax.records import format_table
 from trjax.targets import compile_config, find_target
 
@@ -104,41 +104,44 @@ def machine_at(variant: Variant, world_size: int) -> Machine:
     return make_machine(find_target(variant.target), topology, link_gbytes)
 
 
-def choose(config: Config, machine: Machine) -> tuple[str, str]:
+def choose(config: Config, shapes: Shapes, machine: Machine) -> tuple[str, str]:
     """Returns whose groups `auto` takes on a machine, its own or those of `two_group`, and what launches them."""
-    plans = {name: plan for name, (plan, _) in compare_groupings(config, machine, "OHWI").items()}
-    launches = ", ".join(group.launch_after for group in plans["auto"].groups)
-    return "two_group" if plans["auto"] == plans["two_group"] else "auto", launches
+    default, chosen = (
+        plan_run(replace(config, reducer=name), shapes, machine, "OHWI") for name in ("two_group", "auto")
+    )
+    return "two_group" if chosen == default else "auto", ", ".join(group.launch_after for group in chosen.groups)
 
 
 def compile_step(config: Config, name: str, machine: Machine) -> Compiled:
-    """Compiles one program for a machine.
+    """Compiles one program for a machine; what it holds is then ready to be replayed on others.
 
     Raises:
-        ValueError: it does not compile.
+        ValueError: it does not compile, or does not sum over all devices.
     """
     topology = machine.topology
     mesh = make_topology_mesh(compile_config(machine.target), topology.hosts, topology.gpus_per_host)
-    program = make_program(config if name == "per_leaf" else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
-    if name == "per_leaf":
-        program = replace(program, train_step=make_ordinary_step(config, program.chain, mesh, "per_leaf"))
+    program = make_program(replace(config, reducer=name), mesh)  # type: ignore[arg-type]
     print(f"{name}, {topology.hosts}x{topology.gpus_per_host} {machine.target.name}: compiling ...", file=sys.stderr)
     try:
-        return compile_lowered(lower_step(program))
+        compiled = compile_lowered(lower_step(program))
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
+    if any(len(operation.groups) > 1 for operation in compiled.operations if operation.collective):
+        raise ValueError(f"{name} sums over some of the devices at a time: it cannot be replayed on others")
+    # No group of devices means all that there are.
+    return replace(compiled, operations=tuple(replace(operation, groups=()) for operation in compiled.operations))
 
 
 def forecast(
     config: Config, variants: Sequence[Variant], sizes: Sequence[int], local_batch: int
 ) -> Iterator[dict[str, Any]]:
     """Yields the row of every machine and program; each distinct program compiles once inside hosts, once across."""
-    compiled: dict[tuple[str, ...], Compiled] = {}
+    compiled, shapes = dict[tuple[str, ...], Compiled](), shape_run(config)
     for variant, world_size in ((variant, size) for variant in variants for size in sizes):
         machine = machine_at(variant, world_size)
         here = replace(config, global_batch=local_batch * world_size, link_gbytes=variant.link_gbytes)
         for program in PROGRAMS:
-            name, launches = choose(here, machine) if program == "auto" else (program, "")
+            name, launches = choose(here, shapes, machine) if program == "auto" else (program, "")
             # One GPU waits for nothing, whatever it was compiled for; per size only `auto`'s groups differ.
             compile_for = machine if world_size > 1 else machine_at(variant, sizes[1])
             scope = "one host" if compile_for.topology.hosts == 1 else "hosts"
