@@ -1,7 +1,8 @@
 """How well would ResNet-50 scale, from 1 to 4096 GPUs, by the way its gradients are summed and the links there are?
 
 Each program is compiled once, for GPUs that need not be here, and replayed on every machine with its own links.
-    per_leaf   an AllReduce for every gradient, as ordinary programs have it
+    ordinary   `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient and statistic
+    per_leaf   trjax: an AllReduce for every gradient, from within the backward, as far as the compiler leaves them
     two_group  trjax: two AllReduces, launched from within the backward
     auto       trjax: those that each machine's links need
 Efficiency is the share of a step in which a GPU computes: alone, nothing is exposed.
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import tyro
+from compare_programs import make_ordinary_step
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -33,8 +35,9 @@ from trjax.program import lower_step, make_program, shape_run
 from trjax.records import format_table
 from trjax.targets import compile_config, find_target
 
-PROGRAMS = {"per_leaf": "#d62728", "two_group": "#1f77b4", "auto": "#2ca02c"}
+PROGRAMS = {"ordinary": "#7f7f7f", "per_leaf": "#d62728", "two_group": "#1f77b4", "auto": "#2ca02c"}
 """Programs, with their colors."""
+LINE_WIDTHS = 2.0, 2.0, 4.0, 1.5  # auto often lies on two_group
 LARGEST = 16_384
 
 
@@ -91,7 +94,7 @@ class Options:
     gpus: int = 4096
     """Most GPUs; the sizes are the powers of two up to it."""
     quick: bool = False
-    """ResNet-20 on CIFAR-10, one kind of machine, few sizes."""
+    """ResNet-8 on CIFAR-10, one kind of machine, few sizes."""
     out: Path = Path("results")
     """Folder for the CSV and the figure."""
 
@@ -120,7 +123,10 @@ def compile_step(config: Config, name: str, machine: Machine) -> Compiled:
     """
     topology = machine.topology
     mesh = make_topology_mesh(compile_config(machine.target), topology.hosts, topology.gpus_per_host)
-    program = make_program(replace(config, reducer=name), mesh)  # type: ignore[arg-type]
+    ordinary = name == "ordinary"
+    program = make_program(config if ordinary else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
+    if ordinary:
+        program = replace(program, train_step=make_ordinary_step(config, program.recipe.chain, mesh, "per_leaf"))
     print(f"{name}, {topology.hosts}x{topology.gpus_per_host} {machine.target.name}: compiling ...", file=sys.stderr)
     try:
         compiled = compile_lowered(lower_step(program))
@@ -168,7 +174,7 @@ def forecast(
 
 
 def _draw_machine(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    for width, (program, color) in zip((2.0, 4.0, 1.5), PROGRAMS.items(), strict=True):  # auto often lies on two_group
+    for width, (program, color) in zip(LINE_WIDTHS, PROGRAMS.items(), strict=True):
         line = [row for row in rows if row["program"] == program]
         axes.plot(
             [row["GPUs"] for row in line],
@@ -215,13 +221,16 @@ def run(options: Options) -> None:
     if not 8 <= options.gpus <= LARGEST or options.gpus & (options.gpus - 1):
         raise ValueError(f"gpus={options.gpus}: must be a power of two from 8 to {LARGEST}")
     start_platform("cpu", "all")
-    preset, local_batch = ("cifar10-resnet20", 128) if options.quick else ("imagenet-resnet50", 256)
+    config, local_batch = preset_config("imagenet-resnet50"), 256
     sizes = [2**power for power in range(options.gpus.bit_length())]
-    variants, sizes = (VARIANTS[-1:], [1, 64, 256]) if options.quick else (VARIANTS, sizes)
+    variants: Sequence[Variant] = VARIANTS
+    if options.quick:
+        config, local_batch, sizes, variants = preset_config("cifar10-resnet20"), 128, [1, 64, 256], VARIANTS[-1:]
+        config = replace(config, model=replace(config.model, arch="resnet8"))
     options.out.mkdir(parents=True, exist_ok=True)
     where = "compiled for GPUs that are not here"
     print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}, {where}")
-    rows = list(forecast(preset_config(preset), variants, sizes, local_batch))
+    rows = list(forecast(config, variants, sizes, local_batch))
     print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
     print("\nmeasured by others, with other programs and most of it on other hardware:")
     points = [[point.world_size, round(100 * point.efficiency, 1), point.source] for point in PUBLISHED]
@@ -230,7 +239,7 @@ def run(options: Options) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    title = f"{preset}, {local_batch} images a GPU: throughput a GPU, against the same program on one GPU"
+    title = f"{config.model.arch}, {local_batch} images a GPU: throughput a GPU, against the same program on one GPU"
     draw(options.out / "scaling_forecast.png", title, rows)
 
 

@@ -40,18 +40,18 @@ def check_compare_programs(rows: Rows) -> None:
 
 
 def check_scaling_forecast(rows: Rows) -> None:
-    sizes, programs = (1, 64, 256), ("per_leaf", "two_group", "auto")
+    sizes, programs = (1, 64, 256), ("ordinary", "per_leaf", "two_group", "auto")
     assert [(row["GPUs"], row["program"]) for row in rows] == [(str(n), name) for n in sizes for name in programs]
     for row in rows:
         exposed, step = float(row["exposed ms"]), float(row["step ms"])
         assert step == pytest.approx(float(row["compute ms"]) + exposed, abs=0.02)  # of two decimals each
-        assert float(row["images/s"]) == pytest.approx(128 * int(row["GPUs"]) * 1e3 / step, rel=0.01)
+        assert float(row["images/s"]) == pytest.approx(128 * int(row["GPUs"]) * 1e3 / step, rel=0.015)
         assert float(row["efficiency %"]) == pytest.approx(100 * (1 - exposed / step), abs=0.5)
     exposed_ms = {(int(row["GPUs"]), row["program"]): float(row["exposed ms"]) for row in rows}
     for name in programs:
         assert 0 == exposed_ms[1, name] < exposed_ms[64, name] < exposed_ms[256, name]  # the link's latency
     assert all(exposed_ms[n, "auto"] < exposed_ms[n, "two_group"] for n in sizes[1:])
-    assert rows[2]["launched after"] == "stage1_block1, stem" != rows[-1]["launched after"]
+    assert rows[3]["launched after"] == "stage1_block1, stem" != rows[-1]["launched after"]
 
 
 CHECKS = [check_sweep_world_size, check_compare_programs, check_scaling_forecast]
