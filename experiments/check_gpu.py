@@ -29,7 +29,7 @@ from trjax.config import Config, ModelConfig
 from trjax.cost import LAUNCH_SECONDS
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
-from trjax.explain import format_audit
+from trjax.explain_step import format_audit
 from trjax.mesh import make_mesh, start_platform
 from trjax.options import probe_options
 from trjax.planning import expect, machine_of

@@ -39,8 +39,26 @@ def check_compare_programs(rows: Rows) -> None:
         assert float(row["step ms"]) == pytest.approx(parts, abs=0.02)  # of two decimals each
 
 
+def check_scaling_forecast(rows: Rows) -> None:
+    sizes, programs = (1, 64, 256), ("ordinary", "per_leaf", "two_group", "auto")
+    assert [(row["GPUs"], row["program"]) for row in rows] == [(str(n), name) for n in sizes for name in programs]
+    for row in rows:
+        exposed, step = float(row["exposed ms"]), float(row["step ms"])
+        assert step == pytest.approx(float(row["compute ms"]) + exposed, abs=0.02)  # of two decimals each
+        assert float(row["images/s"]) == pytest.approx(128 * int(row["GPUs"]) * 1e3 / step, rel=0.015)
+        assert float(row["efficiency %"]) == pytest.approx(100 * (1 - exposed / step), abs=0.5)
+    exposed_ms = {(int(row["GPUs"]), row["program"]): float(row["exposed ms"]) for row in rows}
+    for name in programs:
+        assert 0 == exposed_ms[1, name] < exposed_ms[64, name] < exposed_ms[256, name]  # the link's latency
+    assert all(exposed_ms[n, "auto"] < exposed_ms[n, "two_group"] for n in sizes[1:])
+    assert rows[3]["launched after"] == "stage1_block1, stem" != rows[-1]["launched after"]
+
+
+CHECKS = [check_sweep_world_size, check_compare_programs, check_scaling_forecast]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [check_sweep_world_size, check_compare_programs], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
     name = check.__name__.removeprefix("check_")
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--out", "out"]
@@ -51,6 +69,13 @@ def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
     check(rows)
     assert Path("out", f"{name}.png").stat().st_size > 10_000
     assert " ".join(rows[0]) in " ".join(run.stdout.split())
+
+
+def test_scaling_forecast_refuses_a_size_in_one_line() -> None:
+    command = [sys.executable, str(FOLDER / "scaling_forecast.py"), "--gpus", "100"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    message = "error: gpus=100: must be a power of two from 8 to 16384\n"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", message)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from jax.experimental import topologies
 
-import trjax.explain
+import trjax.explain_step
 import trjax.train
 from trjax.explain import main
 
@@ -83,9 +83,9 @@ def test_the_step_is_the_one_that_train_runs(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr("trjax.program.make_train_step", stop)
     with pytest.raises(ValueError, match="the one factory"):
-        trjax.explain.explain_step(STEP[1:])
+        trjax.explain_step.explain_step(STEP[1:])
     with pytest.raises(ValueError, match="the one factory"):
-        trjax.train.train(trjax.explain.parse_options([], "", "", trjax.explain.PlanOptions())[0])
+        trjax.train.train(trjax.explain_step.parse_options([], "", "", trjax.explain_step.PlanOptions())[0])
 
 
 @pytest.mark.fast

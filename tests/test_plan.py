@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trjax.buckets import Kind, Split, at_launches, ddp_buckets, one_each, one_group, two_groups
 from trjax.cost import Machine, make_machine, parse_topology
-from trjax.explain import format_plan
+from trjax.explain_step import format_plan
 from trjax.packing import flatten, unflatten
 from trjax.plan import ConvOrder, Plan, make_plan, name_leaves, restore_leaves
 from trjax.planning import compare_groupings

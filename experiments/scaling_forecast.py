@@ -1,0 +1,251 @@
+"""How well would ResNet-50 scale, from 1 to 4096 GPUs, by the way its gradients are summed and the links there are?
+
+Each program is compiled once, for GPUs that need not be here, and replayed on every machine with its own links.
+    ordinary   `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient and statistic
+    per_leaf   trjax: an AllReduce for every gradient, from within the backward, as far as the compiler leaves them
+    two_group  trjax: two AllReduces, launched from within the backward
+    auto       trjax: those that each machine's links need
+Efficiency is the share of a step in which a GPU computes: alone, nothing is exposed.
+"""
+
+import csv
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from compare_programs import make_ordinary_step
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from trjax.audit import audit
+from trjax.compiled import Compiled, compile_lowered
+from trjax.config import Config
+from trjax.cost import Machine, Topology, make_machine, predict_efficiency
+from trjax.mesh import make_topology_mesh, start_platform
+from trjax.planning import Shapes, plan_run
+from trjax.presets import preset_config
+from trjax.program import lower_step, make_program, shape_run
+from trjax.records import format_table
+from trjax.targets import compile_config, find_target
+
+PROGRAMS = {"ordinary": "#7f7f7f", "per_leaf": "#d62728", "two_group": "#1f77b4", "auto": "#2ca02c"}
+"""Programs, with their colors."""
+LINE_WIDTHS = 2.0, 2.0, 4.0, 1.5  # auto often lies on two_group
+LARGEST = 16_384
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Hosts to build a machine of: the GPU, how many to a host, and the GB/s that each reaches to other hosts."""
+
+    target: str
+    gpus_per_host: int
+    link_gbytes: float
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        where = "NVLink inside" if self.gpus_per_host > 1 else "no NVLink"
+        return f"{self.target.upper()}, {self.gpus_per_host} a host, {where}, {self.link_gbytes:g} GB/s each"
+
+
+VARIANTS = (Variant("h100", 8, 50.0), Variant("h100", 8, 25.0), Variant("a100", 8, 25.0), Variant("h100", 1, 12.5))
+
+
+@dataclass(frozen=True)
+class Published:
+    """An efficiency that others measured.
+
+    Attributes:
+        world_size: GPUs.
+        efficiency: share of the throughput of as many single GPUs.
+        marker: in the figure.
+        source: who, on what.
+    """
+
+    world_size: int
+    efficiency: float
+    marker: str
+    source: str
+
+
+PUBLISHED = (
+    Published(8, 7248 / (8 * 938), "^", "NVIDIA's ResNet-50 v1.5, 8 A100, TF32"),
+    Published(8, 16_621 / (8 * 2470), "v", "NVIDIA's ResNet-50 v1.5, 8 A100, mixed precision"),
+    Published(256, 0.9, "s", "Goyal et al. 2017, 256 P100, 50 Gb/s Ethernet a host (about)"),
+    Published(
+        256, predict_efficiency(1.0, 1.0), "D", "Li et al. 2020, PyTorch DDP with NCCL, 256 GPUs: twice the time"
+    ),
+)
+"""Of other programs, most on other hardware than the panel's."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compile ResNet-50's train step and replay it on machines of 1 to 4096 GPUs: how well does it scale?"""
+
+    gpus: int = 4096
+    """Most GPUs; the sizes are the powers of two up to it."""
+    quick: bool = False
+    """ResNet-8 on CIFAR-10, one kind of machine, few sizes."""
+    out: Path = Path("results")
+    """Folder for the CSV and the figure."""
+
+
+def machine_at(variant: Variant, world_size: int) -> Machine:
+    """Returns the machine of that many GPUs, with hosts filled first."""
+    local = min(world_size, variant.gpus_per_host)
+    topology = Topology(world_size // local, local)
+    link_gbytes = variant.link_gbytes if topology.hosts > 1 else 0.0
+    return make_machine(find_target(variant.target), topology, link_gbytes)
+
+
+def choose(config: Config, shapes: Shapes, machine: Machine) -> tuple[str, str]:
+    """Returns whose groups `auto` takes on a machine, its own or those of `two_group`, and what launches them."""
+    default, chosen = (
+        plan_run(replace(config, reducer=name), shapes, machine, "OHWI") for name in ("two_group", "auto")
+    )
+    return "two_group" if chosen == default else "auto", ", ".join(group.launch_after for group in chosen.groups)
+
+
+def compile_step(config: Config, name: str, machine: Machine) -> Compiled:
+    """Compiles one program for a machine; what it holds is then ready to be replayed on others.
+
+    Raises:
+        ValueError: it does not compile, or does not sum over all devices.
+    """
+    topology = machine.topology
+    mesh = make_topology_mesh(compile_config(machine.target), topology.hosts, topology.gpus_per_host)
+    ordinary = name == "ordinary"
+    program = make_program(config if ordinary else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
+    if ordinary:
+        program = replace(program, train_step=make_ordinary_step(config, program.recipe.chain, mesh, "per_leaf"))
+    print(f"{name}, {topology.hosts}x{topology.gpus_per_host} {machine.target.name}: compiling ...", file=sys.stderr)
+    try:
+        compiled = compile_lowered(lower_step(program))
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
+    if any(len(operation.groups) > 1 for operation in compiled.operations if operation.collective):
+        raise ValueError(f"{name} sums over some of the devices at a time: it cannot be replayed on others")
+    # No group of devices means all that there are.
+    return replace(compiled, operations=tuple(replace(operation, groups=()) for operation in compiled.operations))
+
+
+def forecast(
+    config: Config, variants: Sequence[Variant], sizes: Sequence[int], local_batch: int
+) -> Iterator[dict[str, Any]]:
+    """Yields the row of every machine and program; each distinct program compiles once inside hosts, once across."""
+    compiled, shapes = dict[tuple[str, ...], Compiled](), shape_run(config)
+    for variant, world_size in ((variant, size) for variant in variants for size in sizes):
+        machine = machine_at(variant, world_size)
+        here = replace(config, global_batch=local_batch * world_size, link_gbytes=variant.link_gbytes)
+        for program in PROGRAMS:
+            name, launches = choose(here, shapes, machine) if program == "auto" else (program, "")
+            # One GPU waits for nothing, whatever it was compiled for; per size only `auto`'s groups differ.
+            compile_for = machine if world_size > 1 else machine_at(variant, sizes[1])
+            scope = "one host" if compile_for.topology.hosts == 1 else "hosts"
+            key = (variant.target, scope, name, launches if name == "auto" else "")
+            if key not in compiled:
+                compiled[key] = compile_step(
+                    replace(here, global_batch=local_batch * compile_for.topology.world_size), name, compile_for
+                )
+            total = audit(compiled[key], machine, here.global_batch).summary
+            yield {
+                "machine": variant.name,
+                "GPUs": world_size,
+                "hosts": machine.topology.hosts,
+                "program": program,
+                "AllReduces": total.all_reduces,
+                "communication ms": round(total.comm_ms, 2),
+                "exposed ms": round(total.exposed_ms, 3),
+                "compute ms": round(total.compute_ms, 2),
+                "step ms": round(total.step_ms, 2),
+                "images/s": round(total.images_per_second),
+                "efficiency %": round(100 * predict_efficiency(total.compute_ms, total.exposed_ms), 2),
+                "launched after": launches,
+            }
+
+
+def _draw_machine(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    for width, (program, color) in zip(LINE_WIDTHS, PROGRAMS.items(), strict=True):
+        line = [row for row in rows if row["program"] == program]
+        axes.plot(
+            [row["GPUs"] for row in line],
+            [row["efficiency %"] for row in line],
+            color=color, linewidth=width, marker="o", markersize=width + 2,
+        )  # fmt: skip
+    for point in PUBLISHED:
+        axes.plot(
+            point.world_size, 100 * point.efficiency, point.marker, color="none", markeredgecolor="black", markersize=8
+        )
+    sizes = sorted({row["GPUs"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Draws the efficiency over the number of GPUs, a panel for each machine, with the published points in each."""
+    machines = list(dict.fromkeys(row["machine"] for row in rows))
+    columns = min(2, len(machines))
+    figure = Figure(figsize=(6.5 * columns, 3.2 * -(-len(machines) // columns) + 2.2), layout="constrained")
+    panels = figure.subplots(-(-len(machines) // columns), columns, sharex=True, sharey=True, squeeze=False)
+    for axes, machine in zip(panels.flat, machines, strict=False):
+        _draw_machine(axes, [row for row in rows if row["machine"] == machine])
+        axes.set_title(machine, fontsize="medium")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("efficiency (%)")
+    for axes in panels[-1]:
+        axes.set_xlabel("GPUs")
+    handles = [Line2D([], [], color=color, marker="o", label=f"predicted: {name}") for name, color in PROGRAMS.items()]
+    handles += [
+        Line2D([], [], marker=point.marker, color="none", markeredgecolor="black", label=f"measured: {point.source}")
+        for point in PUBLISHED
+    ]
+    title_of_legend = "measured: by others, with other programs and mostly on other hardware"
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize="small", title=title_of_legend)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
+def run(options: Options) -> None:
+    """Runs the experiment, prints the table and writes the files."""
+    if not 8 <= options.gpus <= LARGEST or options.gpus & (options.gpus - 1):
+        raise ValueError(f"gpus={options.gpus}: must be a power of two from 8 to {LARGEST}")
+    start_platform("cpu", "all")
+    config, local_batch = preset_config("imagenet-resnet50"), 256
+    sizes = [2**power for power in range(options.gpus.bit_length())]
+    variants: Sequence[Variant] = VARIANTS
+    if options.quick:
+        config, local_batch, sizes, variants = preset_config("cifar10-resnet20"), 128, [1, 64, 256], VARIANTS[-1:]
+        config = replace(config, model=replace(config.model, arch="resnet8"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    where = "compiled for GPUs that are not here"
+    print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}, {where}")
+    rows = list(forecast(config, variants, sizes, local_batch))
+    print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
+    print("\nmeasured by others, with other programs and most of it on other hardware:")
+    points = [[point.world_size, round(100 * point.efficiency, 1), point.source] for point in PUBLISHED]
+    print(format_table(["GPUs", "efficiency %", "source"], points))
+    with (options.out / "scaling_forecast.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    title = f"{config.model.arch}, {local_batch} images a GPU: throughput a GPU, against the same program on one GPU"
+    draw(options.out / "scaling_forecast.png", title, rows)
+
+
+if __name__ == "__main__":
+    try:
+        run(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,)))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
