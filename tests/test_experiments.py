@@ -39,8 +39,26 @@ def check_compare_programs(rows: Rows) -> None:
         assert float(row["step ms"]) == pytest.approx(parts, abs=0.02)  # of two decimals each
 
 
+def check_collective_algorithms(rows: Rows) -> None:
+    names = ["ring", "tree", "hierarchical", "parameter_server", "psum"]
+    assert [row["algorithm"] for row in rows] == 4 * names  # two world sizes, two message sizes
+    for row in rows:
+        ranks, size_bytes, name = int(row["N"]), int(row["bytes"]), row["algorithm"]
+        ring_bytes = 2 * (ranks - 1) * size_bytes // ranks
+        sent = {"tree": [1, 1.5][ranks == 4] * size_bytes, "parameter_server": (ranks - 1) * size_bytes}
+        assert int(row["sent"]) == sent.get(name, ring_bytes)
+        steps = {"tree": 2 * (ranks // 2), "parameter_server": 2, "hierarchical": ranks}
+        assert int(row["steps"]) == steps.get(name, 2 * (ranks - 1))
+        if name == "hierarchical" and ranks == 4:
+            assert int(row["across hosts"]) == size_bytes // 2
+        assert 0 < float(row["measured ms"]) < 10_000
+
+
+CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [check_sweep_world_size, check_compare_programs], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
     name = check.__name__.removeprefix("check_")
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--out", "out"]
