@@ -32,7 +32,7 @@ from trjax.data.sources import load
 from trjax.explain import format_audit
 from trjax.mesh import make_mesh, start_platform
 from trjax.options import probe_options
-from trjax.planning import machine_of
+from trjax.planning import expect, machine_of
 from trjax.presets import preset_config
 from trjax.program import Program, lower_step, make_program
 from trjax.records import format_table
@@ -261,7 +261,7 @@ def check(options: Options) -> None:
     compiled = compile_lowered(lower_step(program))  # once: what is audited is what runs
     step = compiled.executable
     print(f"compiled in {time.perf_counter() - start:.0f} s, options dropped: {', '.join(dropped) or 'none'}")
-    found = audit(compiled, machine, config.global_batch, program.plan, dropped=dropped)
+    found = audit(compiled, machine, config.global_batch, expect(config, program.plan, machine.topology), dropped)
     measured, gaps_us, orders = measure(program, config, compiled, step, num_steps)
     planned, predicted = [collective.group for collective in found.collectives], predict(found, compiled)
     kept = all(order in (planned * PROFILED_STEPS, [UNNAMED] * len(planned) * PROFILED_STEPS) for order in orders)

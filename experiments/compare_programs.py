@@ -45,6 +45,7 @@ from trjax.mesh import AXIS, REPLICATED, SPLIT, make_topology_mesh, placement, s
 from trjax.operations import Operation
 from trjax.optim import make_optimizer
 from trjax.options import probe_options
+from trjax.planning import expect
 from trjax.presets import preset_config
 from trjax.program import lower_step, make_chain, make_program, shape_run
 from trjax.records import format_table
@@ -132,8 +133,8 @@ def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Audit:
         raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
     if ordinary:
         return audit(compiled, machine, config.global_batch)
-    sync, dropped = config.bn == "sync", probe_options(mesh).dropped
-    return audit(compiled, machine, config.global_batch, program.plan, synchronised=sync, dropped=dropped)
+    expected = expect(config, program.plan, machine.topology)
+    return audit(compiled, machine, config.global_batch, expected, probe_options(mesh).dropped)
 
 
 def _groups_behind(operation: Operation, by_name: dict[str, Operation]) -> set[str]:

@@ -16,11 +16,11 @@ from trjax.figures import draw_timeline
 from trjax.mesh import AXIS, make_topology_mesh
 from trjax.operations import Operation
 from trjax.plan import make_plan
-from trjax.planning import machine_of
+from trjax.planning import expect, machine_of
 from trjax.program import Program, lower_step, make_program
 from trjax.targets import TARGETS, compile_config
 
-VERDICTS = ("AllReduces", "others", "blocking", "exposed", "transposes", "copies", "one allocation", "options")
+VERDICTS = ("collectives", "others", "blocking", "exposed", "transposes", "copies", "one allocation", "options")
 
 
 def prepared(world_size: int = 2, **changes: Any) -> tuple[Config, Program, Compiled]:
@@ -32,7 +32,8 @@ def prepared(world_size: int = 2, **changes: Any) -> tuple[Config, Program, Comp
 
 
 def judged(config: Config, made: Program, compiled: Compiled, **options: Any) -> Audit:
-    return audit(compiled, machine_of(made.mesh), config.global_batch, made.plan, **options)
+    machine = machine_of(made.mesh)
+    return audit(compiled, machine, config.global_batch, expect(config, made.plan, machine.topology), **options)
 
 
 def audited(world_size: int = 2, **options: Any) -> Audit:
@@ -64,9 +65,9 @@ def test_two_groups_are_as_planned(tmp_path: Any) -> None:
 
 def test_statistics_take_one_all_reduce_a_normalisation_and_direction() -> None:
     of_sync = prepared(bn="sync")
-    found = judged(*of_sync, synchronised=True)
+    found = judged(*of_sync)
     assert failed(found) == []
-    assert failed(judged(*of_sync)) == ["others"]  # nobody planned them
+    assert failed(judged(tiny_config(), *of_sync[1:])) == ["others"]  # nobody planned them
     statistics = sorted(row.bytes for row in found.collectives if row.group == "statistics")
     channels = [4, 8, 8, 8]
     assert statistics == sorted([4 * (2 * c + 1) for c in channels] + [4 * 2 * c for c in channels])
@@ -89,7 +90,8 @@ def by_hand(*, waits: bool = False, copies: bool = False) -> Audit:
     between = [done, beside] if waits else [beside, done]
     operations = [gradient, *([copied] if copies else []), fill, start, *between, update]
     machine = Machine(TARGETS["h100"], Topology(2, 1), Link(1e8, 0.0), Link(1e8, 0.0))
-    return audit(Compiled(None, "", tuple(operations), 0, 0, ()), machine, 8, plan)
+    expected = expect(tiny_config(), plan, machine.topology)
+    return audit(Compiled(None, "", tuple(operations), 0, 0, ()), machine, 8, expected)
 
 
 @pytest.mark.fast
@@ -140,7 +142,7 @@ def in_half(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
 def test_other_all_reduces_than_planned_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "all_reduce", fault)
     found = failed(audited())
-    assert {"AllReduces", "one allocation"} <= set(found)
+    assert {"collectives", "one allocation"} <= set(found)
     assert ("blocking" in found) == (fault is double_sum)
 
 

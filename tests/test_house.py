@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trjax"
 FLOORS = [
-    ["config", "buckets", "mesh", "keys", "batchnorm", "chain", "records", "targets", "hlo", "algorithms"],
+    ["config", "buckets", "mesh", "keys", "batchnorm", "chain", "records", "targets", "hlo", "algorithms", "replicas"],
     ["tables", "plan", "data", "resnet", "collectives", "optim", "state", "cost", "options", "operations"],
     ["presets", "workdir", "packing", "reducers", "checkpoint", "grouping", "timeline", "compiled"],
     ["backward", "zero", "planning", "buffers"],

@@ -15,6 +15,7 @@ from trjax.config import ModelConfig
 from trjax.cost import make_machine, parse_topology
 from trjax.mesh import make_topology_mesh
 from trjax.options import probe_options
+from trjax.planning import expect
 from trjax.presets import preset_config
 from trjax.program import lower_step, make_program
 from trjax.targets import compile_config, find_target
@@ -35,10 +36,7 @@ def audited(
     made = make_program(config, mesh)
     compiled = compile_lowered(lower_step(made))
     machine = make_machine(gpu, shape, config.link_gbytes)
-    return audit(
-        compiled, machine, config.global_batch, made.plan,
-        synchronised=config.bn == "sync", dropped=probe_options(mesh).dropped,
-    )  # fmt: skip
+    return audit(compiled, machine, config.global_batch, expect(config, made.plan, shape), probe_options(mesh).dropped)
 
 
 def assert_ok(found: Audit) -> None:

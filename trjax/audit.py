@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trjax.buffers import OTHER, STATISTICS, gradient_path, group_layout, group_of
+from trjax.buffers import COMBINED, OTHER, STATISTICS, gradient_path, group_layout, group_of
 from trjax.compiled import Compiled
-from trjax.cost import Machine, predict_all_reduce, predict_kernel
+from trjax.cost import Machine, predict_collective, predict_kernel
 from trjax.operations import Operation
-from trjax.plan import Kind, Plan
+from trjax.plan import Plan
+from trjax.planning import Expected
 from trjax.timeline import Communication, Timeline, replay
 
 TOLERANCE_MS = 0.03
@@ -22,14 +23,18 @@ GATHER_SHARE = 0.01
 and with more than 60 BatchNorms in a group their vectors go through a buffer of their own."""
 
 
+_MOST_LISTED = 8
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective of the step. Times in milliseconds from its start.
 
     Attributes:
-        group: of the plan; `statistics` of BatchNorm, or `other`.
-        reduces: what lies in it.
-        bytes: that it reduces.
+        group: of the plan; `statistics` of BatchNorm, `combined` by the compiler out of several, or `other`.
+        collective: its opcode, `all-reduce` for instance.
+        reduces: what lies in the group.
+        bytes: that each device hands in.
         dtype: in which.
         blocking: the kernels behind it wait, whatever they need.
         ready_ms: when what it reduces is complete.
@@ -40,6 +45,7 @@ class Collective:
     """
 
     group: str
+    collective: str
     reduces: str
     bytes: int
     dtype: str
@@ -130,7 +136,7 @@ class Audit:
 
 def _contents(plan: Plan | None) -> dict[str, str]:
     """Returns what each group reduces, in words."""
-    found = {STATISTICS: "moments of a BatchNorm", OTHER: "not planned"}
+    found = {STATISTICS: "moments of a BatchNorm", COMBINED: "several, merged by the compiler", OTHER: "not planned"}
     for group in plan.groups if plan else ():
         kinds = Counter(region.kind.value[:2] for region in group.regions)
         words = [f"{kinds['G_']} gradients"]
@@ -149,8 +155,9 @@ def _describe(communication: Communication, contents: dict[str, str]) -> Collect
         "ms": sum(kernel.seconds for kernel in communication.behind) * 1e3,
     }
     return Collective(
-        group, contents.get(group, ""), operation.size_bytes, operation.dtype, communication.blocking,
-        communication.ready * 1e3, span.start * 1e3, span.seconds * 1e3, communication.exposed * 1e3, hidden,
+        group, operation.collective, contents.get(group, ""), operation.size_bytes, operation.dtype,
+        communication.blocking, communication.ready * 1e3, span.start * 1e3, span.seconds * 1e3,
+        communication.exposed * 1e3, hidden,
     )  # fmt: skip
 
 
@@ -187,39 +194,42 @@ def _summarise(
     )
 
 
-def _statistics_bytes(plan: Plan, synchronised: bool) -> Counter[int]:
-    """Returns how many AllReduces of which size synchronised BatchNorm needs: one a layer and direction."""
-    sizes: Counter[int] = Counter()
-    for region in plan.regions:
-        if synchronised and region.kind is Kind.B_NEXT_MEAN:
-            sizes.update((4 * (2 * region.size_elements + 1), 4 * 2 * region.size_elements))
-    return sizes
+def _list_calls(calls: Counter[tuple[str, str, int]]) -> str:
+    """Returns collectives in words; of many, how many."""
+    if len(calls) > _MOST_LISTED:
+        size_bytes = sum(size * count for (_, _, size), count in calls.items())
+        return f"{calls.total()} of {size_bytes:,} bytes"
+    words = []
+    for (group, collective, size_bytes), count in calls.items():
+        how_often = f"{count} x " if count > 1 else ""
+        words.append(f"{group} {how_often}{'' if collective == 'all-reduce' else collective + ' '}{size_bytes:,} bytes")
+    return ", ".join(words) or "none"
 
 
 def _judge(
-    collectives: Sequence[Collective], summary: Summary, plan: Plan, synchronised: bool, dropped: Sequence[str]
+    collectives: Sequence[Collective], summary: Summary, expected: Expected, dropped: Sequence[str]
 ) -> Iterator[Verdict]:
     """Yields a verdict on each point that the plan and the recipe promise."""
     groups = [collective for collective in collectives if collective.group not in (STATISTICS, OTHER)]
-    found = ", ".join(f"{group.group} {group.bytes:,} bytes" for group in groups)
-    planned = ", ".join(f"{group.name} {group.size_bytes:,} bytes" for group in plan.groups)
-    as_planned = found == planned or (summary.world_size == 1 and not groups)
-    text = f"AllReduces are those of the plan: {found or 'none'}"
-    yield Verdict(as_planned, text if as_planned else f"{text}; planned: {planned}")
+    found = Counter((group.group, group.collective, group.bytes) for group in groups)
+    text = f"collectives are those of the plan: {_list_calls(found)}"
+    # On a CPU a single device keeps trivial ones.
+    as_planned = found == expected.groups or summary.world_size == 1
+    yield Verdict(as_planned, text if as_planned else f"{text}; planned: {_list_calls(expected.groups)}")
     others = Counter(collective.bytes for collective in collectives if collective not in groups)
-    statistics = _statistics_bytes(plan, synchronised)
     yield Verdict(
-        others == statistics or summary.world_size == 1,
-        f"others: {others.total()}, {statistics.total()} of BatchNorm's expected",
+        others == expected.others or summary.world_size == 1,
+        f"others: {others.total()}, {expected.others.total()} of BatchNorm's and of norms expected",
     )
-    blocking = [group.group for group in groups if group.blocking]
-    yield Verdict(not blocking, f"blocking groups: {', '.join(blocking) or 'none'}")
+    blocking = Counter(group.group for group in groups if group.blocking)
+    names = list(blocking) if len(blocking) <= _MOST_LISTED else [f"{len(blocking)} of them"]
+    yield Verdict(not blocking, f"blocking groups: {', '.join(names) or 'none'}")
     exposed = sum(group.exposed_ms for group in groups)
     # What the dependencies force and the statistics do not account for, the groups may.
     allowed = max(0.0, summary.exposed_bound_ms - (summary.exposed_ms - exposed)) + TOLERANCE_MS
     yield Verdict(exposed <= allowed, f"groups exposed: {exposed:.3f} ms, at most {allowed:.3f}")
     yield Verdict(summary.gradient_transposes == 0, f"transposes of gradients: {summary.gradient_transposes}")
-    allowed_bytes = int(GATHER_SHARE * sum(group.size_bytes for group in plan.groups))
+    allowed_bytes = int(GATHER_SHARE * sum(group.size_bytes for group in expected.plan.groups))
     gathered = f"copies to gather gradients: {summary.gather_copy_bytes:,} bytes, at most {allowed_bytes:,}"
     yield Verdict(summary.gather_copy_bytes <= allowed_bytes, gathered)
     if summary.contiguous is not None:
@@ -232,9 +242,7 @@ def audit(
     compiled: Compiled,
     machine: Machine,
     global_batch: int,
-    plan: Plan | None = None,
-    *,
-    synchronised: bool = False,
+    expected: Expected | None = None,
     dropped: Sequence[str] = (),
 ) -> Audit:
     """Replays a compiled step on a machine, and holds it against its plan.
@@ -243,20 +251,20 @@ def audit(
         compiled: the step.
         machine: what it is to run on.
         global_batch: examples over all devices.
-        plan: that it was made from; without one there is nothing to judge.
-        synchronised: BatchNorm's statistics are reduced in forward and backward (`bn=sync`).
+        expected: its plan, and the collectives that it should hold, `planning.expect`; without, nothing is judged.
         dropped: compile options that the compiler did not know.
     """
 
     def cost(operation: Operation) -> float:
         if operation.collective:
-            return predict_all_reduce(operation.size_bytes, machine)
+            return predict_collective(operation.collective, operation.size_bytes, machine, operation.groups)
         size_bytes = operation.read_bytes + operation.written_bytes
         return predict_kernel(size_bytes, operation.flops, operation.dtype, machine.target)
 
+    plan = expected.plan if expected else None
     timeline = replay(compiled.operations, cost)
     contents = _contents(plan)
     collectives = tuple(_describe(communication, contents) for communication in timeline.communications)
     summary = _summarise(compiled, timeline, plan, machine, global_batch)
-    verdicts = tuple(_judge(collectives, summary, plan, synchronised, dropped)) if plan else ()
+    verdicts = tuple(_judge(collectives, summary, expected, dropped)) if expected else ()
     return Audit(collectives, summary, verdicts, timeline)

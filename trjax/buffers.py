@@ -8,7 +8,7 @@ from trjax.compiled import Buffer, Compiled
 from trjax.operations import Operation
 from trjax.plan import Plan
 
-STATISTICS, OTHER = "statistics", "other"
+STATISTICS, COMBINED, OTHER = "statistics", "combined", "other"
 """Groups of collectives that the plan does not name."""
 
 
@@ -16,6 +16,8 @@ def group_of(operation: Operation) -> str:
     """Returns the group that a collective reduces, by the scope that the staged backward gives it."""
     if found := re.search(r"all_reduce_(\w+)/", operation.source):
         return found.group(1)
+    if not operation.source:  # the compiler has put several into one, and left out where they come from
+        return COMBINED
     return STATISTICS if "norm" in operation.source.lower() else OTHER
 
 
@@ -68,12 +70,12 @@ def _places(buffers: Iterable[Buffer], operations: Iterable[Operation]) -> dict[
 def group_layout(compiled: Compiled, plan: Plan) -> tuple[bool | None, tuple[int, ...]]:
     """Returns whether the groups lie in one allocation, in place and as planned, and at which offsets.
 
-    Other values may use the space while no gradient does (jax 0.12). None where the compiler does not tell, or
-    nothing is reduced.
+    Other values may use the space while no gradient does (jax 0.12). None where the compiler does not tell, nothing
+    is reduced, or by other collectives than AllReduces, which give something of another size.
     """
     collectives = [operation for operation in compiled.operations if operation.collective]
     groups = [operation for operation in collectives if group_of(operation) not in (STATISTICS, OTHER)]
-    if not compiled.buffers or not groups:
+    if not compiled.buffers or not groups or any(group.collective != "all-reduce" for group in groups):
         return None, ()
     places = _places(compiled.buffers, groups)
     if any(len(places[group.name]) != 1 for group in groups):

@@ -8,6 +8,7 @@ Source: Williams et al., "Roofline", 2009.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -157,6 +158,40 @@ def predict_all_reduce(size_bytes: float, machine: Machine) -> float:
         return 0.0
     by_hosts = partial(predict_hierarchical, size_bytes, hosts, local, machine.nvlink, machine.network)
     return CALL_SECONDS + min(by_hosts(across=across).seconds for across in (predict_ring, predict_double_tree))
+
+
+def _joined(groups: Sequence[Sequence[int]], machine: Machine) -> Topology:
+    """Returns the hosts that the first of equal groups of devices reaches, and its devices on each."""
+    if not groups:
+        return machine.topology
+    hosts = len({device // machine.topology.gpus_per_host for device in groups[0]})
+    return Topology(hosts, len(groups[0]) // hosts)
+
+
+def predict_collective(
+    collective: str, size_bytes: float, machine: Machine, groups: Sequence[Sequence[int]] = ()
+) -> float:
+    """Returns the seconds of one collective.
+
+    Args:
+        collective: `all-reduce`; `reduce-scatter` and `all-gather`, half of one each; or `collective-permute`, a
+            message of each device over the slowest link that one of them takes.
+        size_bytes: that each device hands in.
+        machine: what it runs on.
+        groups: of devices that it joins, or the pairs of a permutation; empty: all devices.
+    """
+    if machine.topology.world_size == 1:
+        return 0.0
+    if collective == "collective-permute":
+        local = machine.topology.gpus_per_host
+        crosses = any(source // local != target // local for source, target in groups)
+        link = machine.network if crosses else machine.nvlink
+        return CALL_SECONDS + link.latency_seconds + size_bytes / link.reached_bytes_per_second
+    joined = replace(machine, topology=_joined(groups, machine))
+    if collective == "all-reduce":
+        return predict_all_reduce(size_bytes, joined)
+    whole_bytes = size_bytes * joined.topology.world_size if collective == "all-gather" else size_bytes
+    return (CALL_SECONDS + predict_all_reduce(whole_bytes, joined)) / 2
 
 
 def predict_efficiency(compute_seconds: float, exposed_seconds: float) -> float:

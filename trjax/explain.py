@@ -21,7 +21,7 @@ from trjax.figures import draw_timeline
 from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
 from trjax.options import probe_options
 from trjax.plan import Plan
-from trjax.planning import compare_groupings, machine_of
+from trjax.planning import compare_groupings, expect, machine_of
 from trjax.presets import parse_options
 from trjax.program import lower_step, make_program, shape_run
 from trjax.records import format_table
@@ -99,7 +99,7 @@ def format_choice(groupings: Mapping[str, tuple[Plan, float]], chosen: str) -> s
     """Returns what the cost model predicts for each way of grouping, and the one that the run takes."""
     lines = []
     for reducer, (plan, exposed) in groupings.items():
-        launches = ", ".join(group.launch_after for group in plan.groups)
+        launches = ", ".join(dict.fromkeys(group.launch_after for group in plan.groups))
         taken = "  (this run)" if reducer == chosen else ""
         lines.append(f"{reducer}: {exposed * 1e3:.2f} ms exposed as planned, launched after {launches}{taken}")
     return "\n".join(lines)
@@ -109,13 +109,13 @@ def format_audit(found: Audit) -> str:
     """Returns the collectives, the summary and the verdicts as text."""
     rows = [
         [
-            row.group, row.reduces, row.bytes, row.dtype, "blocking" if row.blocking else "async",
+            row.group, row.collective, row.reduces, row.bytes, row.dtype, "blocking" if row.blocking else "async",
             f"{row.ready_ms:.2f}", f"{row.start_ms:.2f}", f"{row.comm_ms:.3f}", f"{row.exposed_ms:.3f}",
             "{convolutions:.0f} convolutions, {kernels:.0f} other kernels, {ms:.2f} ms".format(**row.hidden_behind),
         ]
         for row in found.collectives
     ]  # fmt: skip
-    header = ["group", "reduces", "bytes", "dtype", "kind"]
+    header = ["group", "collective", "reduces", "bytes", "dtype", "kind"]
     header += ["ready ms", "start ms", "takes ms", "exposed ms", "hidden behind"]
     total = found.summary
     lines = [
@@ -213,10 +213,8 @@ def explain_step(arguments: Sequence[str]) -> int:
             f"global_batch={config.global_batch} does not fit: the step needs {needed / 1e9:.0f} GB on each "
             f"{machine.target.name}, which has {present / 1e9:.0f}; use a smaller one or more devices"
         )
-    found = audit(
-        compiled, machine, config.global_batch, program.plan,
-        synchronised=config.bn == "sync", dropped=probe_options(mesh).dropped,
-    )  # fmt: skip
+    expected = expect(config, program.plan, machine.topology)
+    found = audit(compiled, machine, config.global_batch, expected, probe_options(mesh).dropped)
     groupings = compare_groupings(config, shape_run(config), machine, "OHWI")
     print("\n\n".join([title, format_audit(found), format_choice(groupings, config.reducer)]))
     if not options.attached:

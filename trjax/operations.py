@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trjax.hlo import Instruction, Module, Shape
+from trjax.replicas import Groups, parse_groups
 
 Kind = Literal["convolution", "matmul", "kernel", "start", "done", "blocking"]
 
@@ -37,7 +38,8 @@ class Operation:
         transposes: it changes the order of dims in memory.
         moves_only: it computes nothing: a copy, a concatenation, a cut.
         collective: which collective it starts or is; empty for the others.
-        size_bytes: of what the collective reduces or moves.
+        size_bytes: of what each device hands in to the collective.
+        groups: of devices that it joins; empty: all.
     """
 
     name: str
@@ -52,20 +54,21 @@ class Operation:
     moves_only: bool = False
     collective: str = ""
     size_bytes: int = 0
+    groups: Groups = ()
 
 
-def _collective_of(module: Module, instruction: Instruction) -> str:
-    """Returns the collective that an instruction starts or is, in whichever form it is printed."""
+def _collective_of(module: Module, instruction: Instruction) -> tuple[str, Groups]:
+    """Returns the collective that an instruction starts or is, in whichever form it is printed, and what it joins."""
     base = instruction.opcode.removesuffix("-start")
     if base in _COLLECTIVES:
-        return base
+        return base, parse_groups(instruction.attributes)
     if base in ("async", "fusion", "call", "while", "conditional"):
         for inner in module.reached(instruction):
             if (opcode := inner.opcode.removesuffix("-start")) in _COLLECTIVES:
-                return opcode
+                return opcode, parse_groups(inner.attributes)
         if _ONE_KERNEL_MARK in instruction.attributes:
-            return "all-reduce"
-    return ""
+            return "all-reduce", ()
+    return "", ()
 
 
 def _window_flops(result: Shape, image: Shape, kernel: Shape, attributes: str, target: str) -> float:
@@ -186,11 +189,14 @@ def _make(
                   if operand in defined and defined[operand].shapes), "")  # fmt: skip
     if instruction.opcode.endswith("-done"):
         return Operation(name, "done", source, 0, 0, 0.0, first, before)
-    if collective := _collective_of(module, instruction):
+    collective, groups = _collective_of(module, instruction)
+    if collective:
         blocking = '"is_sync":true' in instruction.attributes or not instruction.opcode.endswith("-start")
         moved = sum(defined[operand].size_bytes for operand in instruction.operands if operand in defined)
         kind: Kind = "blocking" if blocking else "start"
-        return Operation(name, kind, source, 0, 0, 0.0, first, before, collective=collective, size_bytes=moved)
+        return Operation(
+            name, kind, source, 0, 0, 0.0, first, before, collective=collective, size_bytes=moved, groups=groups
+        )
     body = _body(module, instruction)
     local = {inner.name: inner for inner in body}
     work = [_flops(inner, local) for inner in body] or [_flops(instruction, defined)]

@@ -1,13 +1,14 @@
 """A configuration's plan: which reducer groups the gradients how, and what the cost model predicts for it."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
 
-from trjax.buckets import at_launches, find_frozen
+from trjax.buckets import Kind, at_launches, find_frozen
 from trjax.chain import Chain
 from trjax.config import Config, Reducing
 from trjax.cost import Machine, Topology, make_machine
@@ -33,6 +34,21 @@ class Shapes:
     params: Any
     batch_stats: Any
     image: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Collectives that a step should hold.
+
+    Attributes:
+        plan: that it is made from.
+        groups: of the plan: group, opcode and bytes that each device hands in.
+        others: bytes of the AllReduces that no group holds.
+    """
+
+    plan: Plan
+    groups: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    others: Counter[int] = field(default_factory=Counter)
 
 
 def machine_of(mesh: Mesh, link_gbytes: float = 0.0) -> Machine:
@@ -61,7 +77,7 @@ def _planner(
     return partial(
         make_plan, shapes.params, shapes.batch_stats, tuple(shapes.chain), conv_order=conv_order,
         frozen=frozen_names(config, shapes), comm_dtype=config.comm_dtype,
-        shards=world_size if reducer.sharded else 1, bundled=reducer.bundled,
+        shards=world_size if reducer.sharded else 1, bundled=not reducer.ordinary,
     )  # fmt: skip
 
 
@@ -91,6 +107,27 @@ def plan_run(config: Config, shapes: Shapes, machine: Machine, conv_order: ConvO
     if config.reducer == "auto":
         return _choose(plan_for, shapes, _costs(config, shapes, machine), machine)
     return plan_for(split=reducer.split)
+
+
+def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
+    """Returns the collectives that a run's step should compile to.
+
+    With `bn=sync` every layer's moments are reduced, in forward and in backward; where the optimizer needs norms of
+    parameters that are spread over the devices, their squares are: one for the clip, two of every parameter for lars.
+    """
+    if topology.world_size == 1:
+        return Expected(plan)
+    reducer = make_reducer(config)
+    groups = Counter((group.name, *call) for group in plan.groups for call in reducer.calls(group.size_bytes, topology))
+    others: Counter[int] = Counter()
+    for region in plan.regions:
+        if config.bn == "sync" and region.kind is Kind.B_NEXT_MEAN:
+            others.update(config.accumulate * (4 * (2 * region.size_elements + 1), 4 * 2 * region.size_elements))
+    if reducer.sharded and config.optim.clip_norm:
+        others[4] += 1
+    if reducer.sharded and config.optim.kind == "lars":
+        others[4 * 2 * len(plan.trained)] += 1
+    return Expected(plan, groups, others)
 
 
 def compare_groupings(

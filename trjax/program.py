@@ -180,7 +180,15 @@ def make_program(
         load=jax.jit(spread, out_shardings=formats) if reducer.sharded else _same,
         unload=jax.jit(join, out_shardings=saved_formats) if reducer.sharded else _same,
         train_step=make_train_step(
-            recipe, optimizer, augment, mesh, specs, formats, seed=config.seed, written_out=reducer.written_out
+            recipe,
+            optimizer,
+            augment,
+            mesh,
+            specs,
+            formats,
+            seed=config.seed,
+            written_out=reducer.written_out,
+            ordinary=reducer.ordinary,
         ),
         accumulate=accumulate,
         reduce_totals=reduce_totals,

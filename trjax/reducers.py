@@ -23,7 +23,8 @@ class Reducer:
         launch: sums a group, to the whole on every device or to this device's shard of it.
         calls: collectives of one group, from its bytes and the topology.
         sharded: `launch` gives shards, whose owner updates them.
-        bundled: results and statistics ride along; False: each by itself.
+        ordinary: as programs are usually written: results and statistics by themselves, in no order, and with the
+            compiler's own options.
         written_out: the same bits on all devices, which `shard_map` cannot see.
     """
 
@@ -31,7 +32,7 @@ class Reducer:
     launch: Launch
     calls: Callable[[int, Topology], Sequence[Call]]
     sharded: bool = False
-    bundled: bool = True
+    ordinary: bool = False
     written_out: bool = False
 
 
@@ -67,7 +68,7 @@ def make_reducer(config: Config) -> Reducer:
         "two_group": whole(two_groups),
         "auto": whole(two_groups),
         "single": whole(one_group),
-        "per_leaf": Reducer(one_each, collectives.all_reduce_untied, _one_call, bundled=False),
+        "per_leaf": Reducer(one_each, collectives.all_reduce_untied, _one_call, ordinary=True),
         "ddp": whole(partial(ddp_buckets, bucket_bytes, True)),
         "ddp_initial": whole(partial(ddp_buckets, bucket_bytes, False)),
         "ring": Reducer(two_groups, collectives.ring, _ring_calls, written_out=True),

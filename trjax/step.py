@@ -86,6 +86,7 @@ def make_train_step(
     *,
     seed: int,
     written_out: bool = False,
+    ordinary: bool = False,
 ) -> Any:
     """Returns the jitted update `(state, batch, learning_rate, epoch) -> (state, results)`.
 
@@ -101,6 +102,7 @@ def make_train_step(
         formats: where it lies, from `state_formats`.
         seed: for dropout and the like.
         written_out: the sums are the same on all devices, but `shard_map` cannot see it.
+        ordinary: leave the compiler its own options.
     """
 
     def block_step(
@@ -127,7 +129,7 @@ def make_train_step(
         in_shardings=(formats, placement(mesh, batch_spec), whole, whole),
         out_shardings=(formats, whole),
         donate_argnums=0,
-        compiler_options=probe_options(mesh).accepted,
+        compiler_options=None if ordinary else probe_options(mesh).accepted,
     )
 
 
