@@ -127,6 +127,11 @@ def _make_optimizers(
     return make_optimizer(config.optim, trained), make_optimizer(config.optim, trained, *sums)
 
 
+def _has_lone_kernels(plan: Plan) -> bool:
+    """Tells whether a group is nothing but one convolution's kernel: there is nothing to concatenate."""
+    return any(len(group.regions) == 1 and len(group.regions[0].shape) == 4 for group in plan.groups)
+
+
 def make_program(
     config: Config, mesh: Mesh, chain: Chain | None = None, optimizer: optax.GradientTransformation | None = None
 ) -> Program:
@@ -189,6 +194,7 @@ def make_program(
             seed=config.seed,
             written_out=reducer.written_out,
             ordinary=reducer.ordinary,
+            lone_kernels=config.precision == "float32" and _has_lone_kernels(plan),
         ),
         accumulate=accumulate,
         reduce_totals=reduce_totals,

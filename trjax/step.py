@@ -19,7 +19,7 @@ from trjax.data.augment import Preprocess
 from trjax.data.batches import Batch
 from trjax.keys import stream_key
 from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, placement
-from trjax.options import probe_options
+from trjax.options import USER_BUFFERS, probe_options
 from trjax.plan import NUM_RESULTS, ConvOrder, Plan, name_leaves, physical_order, restore_leaves, select_leaves
 from trjax.state import TrainState
 from trjax.zero import opt_state_specs, update_shards
@@ -76,6 +76,12 @@ def _update(
     return TrainState(params, batch_stats, opt_state, state.step + 1)
 
 
+def _step_options(mesh: Mesh, lone_kernels: bool) -> dict[str, Any]:
+    """Returns the mesh's options; cuDNN refuses to write a filter gradient into the memory that NCCL registers."""
+    options = probe_options(mesh).accepted
+    return {name: value for name, value in options.items() if not (lone_kernels and name == USER_BUFFERS)}
+
+
 def make_train_step(
     recipe: Recipe,
     optimizer: optax.GradientTransformation,
@@ -87,6 +93,7 @@ def make_train_step(
     seed: int,
     written_out: bool = False,
     ordinary: bool = False,
+    lone_kernels: bool = False,
 ) -> Any:
     """Returns the jitted update `(state, batch, learning_rate, epoch) -> (state, results)`.
 
@@ -103,6 +110,7 @@ def make_train_step(
         seed: for dropout and the like.
         written_out: the sums are the same on all devices, but `shard_map` cannot see it.
         ordinary: leave the compiler its own options.
+        lone_kernels: the gradient of a kernel is, as it is computed, a group's whole buffer.
     """
 
     def block_step(
@@ -129,7 +137,7 @@ def make_train_step(
         in_shardings=(formats, placement(mesh, batch_spec), whole, whole),
         out_shardings=(formats, whole),
         donate_argnums=0,
-        compiler_options=None if ordinary else probe_options(mesh).accepted,
+        compiler_options=None if ordinary else _step_options(mesh, lone_kernels),
     )
 
 
