@@ -4,7 +4,6 @@
 all devices, which `shard_map` cannot see (`check_vma=False`).
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,26 +155,6 @@ class Traffic:
 _ROUNDS = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}  # around the ring
 
 
-def _pairs(attributes: str) -> Pairs:
-    found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-    if found is None:
-        raise ValueError(f"a collective-permute without pairs: {attributes[:80]}")
-    return [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", found.group(1))]
-
-
-def _groups(attributes: str, world_size: int) -> list[list[int]]:
-    """Returns the ranks that a collective joins: listed, or as a range that is folded and transposed."""
-    if found := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)*)\}", attributes):
-        listed = [[int(rank) for rank in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found.group(1))]
-        return listed or [list(range(world_size))]
-    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if found is None:
-        raise ValueError(f"a collective without groups: {attributes[:80]}")
-    shape, folded, order = ([int(size) for size in (text or "").split(",") if size] for text in found.groups())
-    ranks = np.arange(np.prod(folded)).reshape(folded)
-    return (ranks.transpose(order) if order else ranks).reshape(shape).tolist()
-
-
 def count_traffic(text: str, world_size: int, gpus_per_host: int) -> Traffic:
     """Counts what a compiled program sends, message by message.
 
@@ -189,20 +168,18 @@ def count_traffic(text: str, world_size: int, gpus_per_host: int) -> Traffic:
     Raises:
         ValueError: a collective that is not known.
     """
-    module = parse_module(text)
     sent, steps, calls = np.zeros((2, world_size)), {"": 0}, 0
-    for operation in list_operations(module):
+    for operation in list_operations(parse_module(text)):
         before = max((steps.get(name, 0) for name in operation.depends_on), default=0)
         steps[operation.name] = before
         if not operation.collective:
             continue
         calls += 1
-        attributes = module.instructions[operation.name].attributes
         if operation.collective == "collective-permute":
             steps[operation.name] += 1
-            messages = [(pair, float(operation.size_bytes)) for pair in _pairs(attributes)]
+            messages = [(pair, float(operation.size_bytes)) for pair in operation.groups]
         elif operation.collective in _ROUNDS:
-            groups, rounds = _groups(attributes, world_size), _ROUNDS[operation.collective]
+            groups, rounds = operation.groups or (tuple(range(world_size)),), _ROUNDS[operation.collective]
             ranks = len(groups[0])
             whole_bytes = operation.size_bytes * (ranks if operation.collective == "all-gather" else 1)
             steps[operation.name] += rounds * (ranks - 1)

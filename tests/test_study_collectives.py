@@ -139,13 +139,3 @@ def test_hierarchical_sends_a_part_to_other_hosts(hosts: int, local: int) -> Non
     flat = traffic_of(collectives.ring, hosts * local, 24, hosts)
     assert flat.bytes_per_rank == pytest.approx(found.bytes_per_rank)
     assert (flat.across > 0).sum() == (hosts if hosts > 1 else 0) or local == 1  # the last GPU of every host
-
-
-def test_groups_are_read_listed_and_folded() -> None:
-    read = study_collectives._groups
-    assert read("replica_groups={{0,2},{1,3}}, x", 4) == [[0, 2], [1, 3]]
-    assert read("replica_groups={}, x", 3) == [[0, 1, 2]]
-    assert read("replica_groups=[2,4]<=[8], x", 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert read("replica_groups=[4,2]<=[2,4]T(1,0), x", 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    with pytest.raises(ValueError, match="without groups"):
-        read("channel_id=1", 8)
