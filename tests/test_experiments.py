@@ -54,7 +54,23 @@ def check_collective_algorithms(rows: Rows) -> None:
         assert 0 < float(row["measured ms"]) < 10_000
 
 
-CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms]
+def check_sweep_buckets(rows: Rows) -> None:
+    machines = ["1x8 NVLink", "4x8 50 GB/s", "32x8 12.5 GB/s"]
+    assert list(dict.fromkeys(row["machine"] for row in rows)) == machines
+    for where in machines:
+        each, some, one, two_group, _ = (row for row in rows if row["machine"] == where)
+        assert [row["AllReduces"] for row in (each, some, one, two_group)] == ["23", "4", "1", "2"]  # 23 parameters
+        assert two_group["blocking"] == "0"
+        # The paper's shape: a bucket for each gradient is worst, and one for all is not the best.
+        assert float(each["exposed ms"]) > 3 * float(one["exposed ms"])
+        assert float(one["exposed ms"]) > float(some["exposed ms"]) or where == "32x8 12.5 GB/s"
+        assert float(two_group["exposed ms"]) < float(one["exposed ms"])
+        assert float(each["communication ms"]) > float(some["communication ms"]) > float(one["communication ms"])
+    slower = [float(row["communication ms"]) for row in rows if row["bucket MiB"] == "25.0"]
+    assert slower == sorted(slower)
+
+
+CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
 
 
 @pytest.mark.slow
