@@ -161,7 +161,7 @@ def sweep(options: Options) -> None:
     if options.quick:
         options = replace(options, epochs=2, seeds=1, global_batches=options.global_batches[:1])
     start_platform("auto", f"0-{DEVICES - 1}")
-    announce(hardware())
+    announce(hardware(), options.out)
     preset = preset_config("digits")
     optim = replace(preset.optim, scale_from_batch=preset.global_batch, warmup_epochs=1)
     config = replace(preset, epochs=options.epochs, optim=optim)

@@ -151,7 +151,7 @@ def compare(options: Options) -> None:
     if options.repeats < 1:
         raise ValueError(f"repeats={options.repeats}: must be positive")
     start_platform("auto", "0-7")
-    announce(hardware())
+    announce(hardware(), options.out)
     if jax.devices()[0].platform == "cpu":
         print("CPU devices share the cores, and an AllReduce between them is a rendezvous and a copy in memory: how")
         print("measured times grow says something, which algorithm is the fastest says nothing about a network")

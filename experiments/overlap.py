@@ -1,7 +1,7 @@
 """How much of the communication hides behind the backward, and what is left of a step without it?
 
-Compute only, communication only, both, with three ways to sum the gradients: `single`, one AllReduce behind the whole
-backward, is the step without overlap. The parts are those of the DDP paper: forward, backward (compute), backward
+Compute only, communication only, both, with several ways to sum the gradients: `single`, one AllReduce behind the
+whole backward, is the step without overlap. The parts are those of the DDP paper: forward, backward (compute), backward
 (communication that is waited for), optimizer. Measured on CPU devices, where an AllReduce blocks and nothing can
 hide; and replayed from what compiles for H100s.
 """
@@ -26,6 +26,7 @@ from report import announce, hardware, main, progress, write_rows
 from trjax.audit import Audit
 from trjax.backward import Recipe, reduce_gradients, score
 from trjax.chain import Chain, apply_segment
+from trjax.compiled import Compiled
 from trjax.config import Config, Reducing
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch, train_batches
@@ -34,7 +35,8 @@ from trjax.figures import phase_of
 from trjax.mesh import REPLICATED, SPLIT, make_mesh, placement, start_platform
 from trjax.optim import make_optimizer
 from trjax.options import probe_options
-from trjax.plan import select_leaves
+from trjax.plan import Plan, select_leaves
+from trjax.planning import plan_run
 from trjax.presets import preset_config
 from trjax.program import Program, lower_step, make_program, shape_run
 from trjax.resnet import Block, Head, StemSegment
@@ -196,18 +198,27 @@ def split_replay(found: Audit) -> dict[str, float]:
 
 
 def predict(config: Config, chain: Chain | None) -> list[dict[str, Any]]:
-    """Returns a row for each machine and way to sum, replayed from what compiles."""
-    rows = []
-    for reducer in REDUCERS:
-        progress(f"{reducer}: compiling for H100s ...")
-        own, batch = replace(config, reducer=reducer), config.global_batch
-        compiled, plan = compile_for(h100s("4x8"), replace(own, global_batch=32 * batch), chain)
-        for where, description in MACHINES.items():
-            machine = h100s(*description)
-            world = replace(own, global_batch=machine.topology.world_size * batch)
-            found = replay_on(machine, compiled, world, plan)
+    """Returns a row for each machine and way to sum, replayed from what compiles: once where the groups are the same.
+
+    Args:
+        config: the run, with one device's batch.
+        chain: in place of the configured model.
+    """
+    rows, shapes = [], shape_run(config, chain)
+    compiled: dict[tuple[Plan, bool], Compiled] = {}
+    for where, (topology, link_gbytes) in MACHINES.items():
+        machine = h100s(topology, link_gbytes)
+        batch = config.global_batch * machine.topology.world_size
+        for reducer in (*REDUCERS, "auto"):
+            own = replace(config, reducer=reducer, link_gbytes=link_gbytes, global_batch=batch)
+            plan = plan_run(own, shapes, machine, "OHWI")
+            key = plan, reducer == "per_leaf"  # which the compiler gets with its own options
+            if key not in compiled:
+                progress(f"{where}, {reducer}: compiling for H100s ...")
+                compiled[key], _ = compile_for(machine, own, chain)
+            found = replay_on(machine, compiled[key], own, plan)
             rows.append(row_of(where, reducer, split_replay(found), found.summary.comm_ms))
-    return sorted(rows, key=lambda row: list(MACHINES).index(row["where"]))
+    return rows
 
 
 def _draw_place(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
@@ -230,7 +241,7 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     for axes, where in zip(figure.subplots(1, len(places)), places, strict=True):
         _draw_place(axes, [row for row in rows if row["where"] == where])
         axes.set_ylabel("time of a step (ms)")
-    names = {"exposed": "communication that is waited for"}
+    names = {"exposed": "communication that is waited for", "optimizer": "optimizer and the rest"}
     legend = [Patch(color=color, label=names.get(part, part)) for part, color in PARTS.items()]
     legend.append(Patch(color=COMMUNICATION, label="communication only"))
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
@@ -243,7 +254,7 @@ def compare(options: Options) -> None:
     if options.repeats < 1:
         raise ValueError(f"repeats={options.repeats}: must be positive")
     start_platform("cpu", f"0-{DEVICES - 1}")
-    announce(f"measured on {hardware()}; predicted for H100s from what is compiled for them")
+    announce(f"measured on {hardware()}; predicted for H100s from what is compiled for them", options.out)
     here = replace(preset_config("digits"), global_batch=48 * DEVICES)
     if options.quick:
         there, chain = replace(preset_config("cifar10-resnet20"), global_batch=128), small_chain()

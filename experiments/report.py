@@ -23,8 +23,9 @@ def hardware() -> str:
     return f"{len(devices)} {devices[0].platform} devices ({devices[0].device_kind}), {os.cpu_count()} CPU cores"
 
 
-def announce(where: str) -> None:
-    """Prints the command, the versions, and where it runs or what it predicts for."""
+def announce(where: str, out: Path) -> None:
+    """Prints the command, the versions, and where it runs or what it predicts for; makes the folder of the results."""
+    out.mkdir(parents=True, exist_ok=True)  # now, so that a wrong one costs no waiting
     print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}, {where}")
 
 
@@ -36,7 +37,6 @@ def progress(text: str) -> None:
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Prints the table, and writes it as CSV."""
     print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()

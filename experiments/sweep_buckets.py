@@ -114,7 +114,7 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
 def sweep(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
     start_platform("cpu", "all")
-    announce("predicted for H100s from what is compiled for them")
+    announce("predicted for H100s from what is compiled for them", options.out)
     if options.quick:
         config = replace(preset_config("cifar10-resnet20"), global_batch=128, model=ModelConfig(arch="resnet8"))
     else:

@@ -70,7 +70,53 @@ def check_sweep_buckets(rows: Rows) -> None:
     assert slower == sorted(slower)
 
 
+def check_zero_memory(rows: Rows) -> None:
+    found = {(row["optimizer"], row["N"], row["reducer"]): row for row in rows}
+    state = {key: float(row["optimizer MB"]) for key, row in found.items()}
+    whole = 4 * 75_290 / 1e6  # float32, one number a parameter
+    for (optimizer, ranks, reducer), size_mb in state.items():
+        numbers = {"sgd": 1, "adamw": 2}[optimizer]
+        parts = int(ranks) if reducer == "zero1" else 1
+        assert size_mb == pytest.approx(numbers * whole / parts, rel=0.04), (optimizer, ranks, reducer)  # padding
+    for optimizer in ("sgd", "adamw"):  # the compiler agrees
+        replicated, sharded = (found[optimizer, "4", reducer] for reducer in ("two_group", "zero1"))
+        saved = float(replicated["arguments MB"]) - float(sharded["arguments MB"])
+        assert saved == pytest.approx(float(replicated["optimizer MB"]) - float(sharded["optimizer MB"]), abs=2e-3)
+        assert float(replicated["total MB"]) > float(sharded["total MB"])
+
+
+def check_overlap(rows: Rows) -> None:
+    places = ["measured here", "1x8 NVLink", "4x8 50 GB/s", "4x8 100 Gb/s a host"]
+    assert list(dict.fromkeys(row["where"] for row in rows)) == places
+    for row in rows:
+        parts = [float(row[f"{name} ms"]) for name in ("forward", "backward", "exposed", "optimizer")]
+        assert float(row["both ms"]) == pytest.approx(sum(parts), abs=0.01)
+        if row["where"] != "measured here":
+            assert min(parts) >= 0
+            assert parts[0] > 0
+            assert 0 < parts[2] <= float(row["communication only ms"])
+    by_name = {(row["where"], row["program"]): row for row in rows}
+    for where in places[1:]:
+        single, two_group = (by_name[where, name] for name in ("single", "two_group"))
+        assert float(single["saved %"]) == 0
+        # Without overlap hardly anything hides; with it, more does.
+        assert float(single["exposed ms"]) > 0.9 * float(single["communication only ms"])
+        assert float(two_group["exposed ms"]) < float(single["exposed ms"])
+
+
+def check_batchnorm_modes(rows: Rows) -> None:
+    assert [row["bn"] for row in rows] == ["local", "sync", "rank0"]
+    local, sync, rank0 = rows
+    # Only what is kept for the evaluation differs between these two: the same parameters are trained.
+    assert local["train loss"] == rank0["train loss"] != sync["train loss"]
+    assert local["test loss"] != rank0["test loss"]
+    # Two groups, and with sync an AllReduce a layer and direction: 7 layers.
+    assert [row["collectives"] for row in rows] == ["2", "16", "2"]
+    assert all(20 < float(row["top-1 %"]) <= 100 for row in rows)  # two epochs; guessing gives 10
+
+
 CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
+CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes]
 
 
 @pytest.mark.slow
@@ -85,6 +131,28 @@ def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
     check(rows)
     assert Path("out", f"{name}.png").stat().st_size > 10_000
     assert " ".join(rows[0]) in " ".join(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("collective_algorithms", ["--repeats", "0"], "repeats=0: must be positive"),
+        ("overlap", ["--repeats", "-1"], "repeats=-1: must be positive"),
+        ("batchnorm_modes", ["--epochs", "0"], "epochs=0, seeds=3: must be positive"),
+        ("batchnorm_modes", ["--global-batches", "30"], "global_batch=30 is not divisible by world_size=8"),
+        ("zero_memory", ["--quick", "--out", "file"], "File exists: 'file'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    name: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").touch()
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
 
 
 @pytest.mark.slow
