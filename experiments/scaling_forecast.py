@@ -126,7 +126,7 @@ def compile_step(config: Config, name: str, machine: Machine) -> Compiled:
     ordinary = name == "ordinary"
     program = make_program(config if ordinary else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
     if ordinary:
-        program = replace(program, train_step=make_ordinary_step(config, program.recipe.chain, mesh, "per_leaf"))
+        program = replace(program, train_step=make_ordinary_step(config, program.recipe.chain, mesh, "pmean"))
     print(f"{name}, {topology.hosts}x{topology.gpus_per_host} {machine.target.name}: compiling ...", file=sys.stderr)
     try:
         compiled = compile_lowered(lower_step(program))

@@ -25,10 +25,10 @@ def check_sweep_world_size(rows: Rows) -> None:
 
 def check_compare_programs(rows: Rows) -> None:
     by_program = {(row["bn"], row["program"]): row for row in rows}
-    names = [("local", "per_leaf"), ("local", "two_group"), ("local", "auto")]
+    names = [("local", "pmean"), ("local", "two_group"), ("local", "auto")]
     assert list(by_program) == [*names, ("sync", "automatic"), ("sync", "two_group"), ("sync", "auto")]
     # The model is so small that the compiler combines all leaves: one AllReduce, behind everything.
-    ordinary, ours = by_program["local", "per_leaf"], by_program["local", "two_group"]
+    ordinary, ours = by_program["local", "pmean"], by_program["local", "two_group"]
     assert (ordinary["AllReduces"], ordinary["blocking"]) == ("1", "1")
     assert (ours["AllReduces"], ours["blocking"], ours["transposes"]) == ("2", "0", "0")
     assert float(ours["exposed ms"]) < float(ordinary["exposed ms"])
@@ -172,7 +172,7 @@ def test_mistakes_are_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bn", "name"), [("local", "per_leaf"), ("sync", "automatic")])
+@pytest.mark.parametrize(("bn", "name"), [("local", "pmean"), ("sync", "automatic")])
 def test_ordinary_programs_compute_the_same(bn: str, name: str) -> None:
     config, program = tiny_config(bn=bn), tiny_program(8, bn=bn)
     make_ordinary_step = runpy.run_path(str(FOLDER / "compare_programs.py"))["make_ordinary_step"]
