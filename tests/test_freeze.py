@@ -11,11 +11,15 @@ from helpers import Dense, dense_chain, noise_block, one_block_chain, reduced_on
 
 from trjax.chain import init_chain
 from trjax.compiled import compile_lowered
+from trjax.cost import make_machine, parse_topology
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh
 from trjax.plan import name_leaves
-from trjax.program import Program, lower_step, make_program
+from trjax.planning import plan_run
+from trjax.presets import preset_config
+from trjax.program import Program, lower_step, make_program, shape_run
+from trjax.targets import TARGETS
 
 
 def step(made: Program) -> tuple[Any, Any]:
@@ -51,6 +55,20 @@ def test_freezing_the_stem_removes_its_backward() -> None:
     stem, above = 64 * 4 * 27, 16 * 8 * 4 + 16 * 8 * 36
     assert flops[0] - flops[1] == 2 * 12 * (stem + above)
     assert [group.launch_after for group in programs[1].plan.groups] == ["block", "block"]
+
+
+def test_groups_are_chosen_for_what_is_trained() -> None:
+    """Behind a slow link `auto` wants several groups of all gradients; with the deep ones frozen, less is to hide."""
+    config = replace(preset_config("imagenet-resnet50"), global_batch=2048, reducer="auto")
+    machine = make_machine(TARGETS["h100"], parse_topology("8x1"), link_gbytes=10)
+    shapes = shape_run(config)
+    counts = {}
+    for freeze in ((), ("stage*/conv*", "stage*/layer*/conv*", "stage*/shortcut/conv*")):
+        plan = plan_run(replace(config, freeze=freeze), shapes, machine, "OHWI")
+        counts[freeze] = len(plan.groups)
+        if freeze:
+            assert sum(group.size_bytes for group in plan.groups) < 12e6
+    assert list(counts.values()) == [3, 2]  # the classifier, early, and the rest
 
 
 @pytest.mark.parametrize(
