@@ -211,7 +211,9 @@ def test_shards_hold_a_part_of_every_tensor(tree: Any, shards: int, alignment_by
     params, batch_stats, segments = tree
     plan = make_plan(params, batch_stats, segments, alignment_bytes=alignment_bytes, shards=shards)
     random = np.random.default_rng(0)
-    values: dict[str, Any] = {region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions}
+    values: dict[str, Any] = {
+        region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions
+    }
     for group in plan.groups:
         buffer = np.asarray(flatten(group, values))
         assert buffer.shape == (group.size_elements,)
