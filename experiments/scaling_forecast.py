@@ -37,7 +37,7 @@ from trjax.targets import compile_config, find_target
 
 PROGRAMS = {"ordinary": "#7f7f7f", "per_leaf": "#d62728", "two_group": "#1f77b4", "auto": "#2ca02c"}
 """Programs, with their colors."""
-LINE_WIDTHS = 2.0, 2.0, 4.0, 1.5  # auto often lies on two_group
+LINE_WIDTHS = 2.0, 3.5, 6.0, 1.5  # where they lie on each other, every one shows
 LARGEST = 16_384
 
 
@@ -179,12 +179,13 @@ def _draw_machine(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         axes.plot(
             [row["GPUs"] for row in line],
             [row["efficiency %"] for row in line],
-            color=color, linewidth=width, marker="o", markersize=width + 2,
+            color=color, linewidth=width, marker="o", markersize=width + 2, zorder=3 - width / 10,
         )  # fmt: skip
     for point in PUBLISHED:
         axes.plot(
-            point.world_size, 100 * point.efficiency, point.marker, color="none", markeredgecolor="black", markersize=8
-        )
+            point.world_size, 100 * point.efficiency, point.marker,
+            color="none", markeredgecolor="black", markersize=8, zorder=4,
+        )  # fmt: skip
     sizes = sorted({row["GPUs"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
