@@ -2,7 +2,7 @@
 
 Same model, state, batch and optimizer, one program beside the other; times are predicted from what was compiled.
 With BatchNorm over each device's batch (`local`):
-    per_leaf   `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient and statistic
+    pmean      `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient and statistic
     two_group  trjax: two AllReduces, launched from within the backward
     auto       trjax: as many as the link needs
 With BatchNorm over the global batch (`sync`):
@@ -55,7 +55,7 @@ from trjax.targets import compile_config, find_target
 MACHINES = {"1x8 NVLink": ("1x8", 0.0), "4x8 50 GB/s": ("4x8", 50.0), "32x8 25 GB/s": ("32x8", 25.0)}
 """Topologies, and the GB/s that each GPU reaches to other hosts."""
 PROGRAMS: dict[Literal["local", "sync"], tuple[str, ...]] = {
-    "local": ("per_leaf", "two_group", "auto"),
+    "local": ("pmean", "two_group", "auto"),
     "sync": ("automatic", "two_group", "auto"),
 }
 """Programs by BatchNorm mode: only those of one mode compute the same."""
@@ -72,7 +72,7 @@ class Options:
     """Folder for the CSV and the figure."""
 
 
-def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["per_leaf", "automatic"]) -> Any:
+def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["pmean", "automatic"]) -> Any:
     """Returns the update as most trainers write it, with the arguments and results of `step.make_train_step`."""
     optimizer = make_optimizer(config.optim, shape_run(config, chain).params)
     augment = make_augment(config.data, describe(config.data), config.seed)
@@ -96,7 +96,7 @@ def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["
         params = optax.apply_updates(state.params, jax.tree.map(lambda leaf: -learning_rate * leaf, updates))
         return TrainState(params, batch_stats, opt_state, state.step + 1)
 
-    def per_leaf(state: TrainState, block: Batch, learning_rate: jax.Array, epoch: jax.Array) -> Any:
+    def with_pmean(state: TrainState, block: Batch, learning_rate: jax.Array, epoch: jax.Array) -> Any:
         varying = replace(state, batch_stats=vary(state.batch_stats))
         gradients, (batch_stats, results) = differentiate(vary(state.params), varying, block, epoch)
         # float32, one AllReduce a leaf, as far as the compiler does not combine them: 102 MB for ResNet-50
@@ -108,9 +108,9 @@ def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["
         return update(state, gradients, batch_stats, learning_rate), results
 
     step: Any = automatic
-    if name == "per_leaf":
+    if name == "pmean":
         specs = (REPLICATED, SPLIT, REPLICATED, REPLICATED)
-        step = jax.shard_map(per_leaf, mesh=mesh, in_specs=specs, out_specs=REPLICATED)
+        step = jax.shard_map(with_pmean, mesh=mesh, in_specs=specs, out_specs=REPLICATED)
     whole, split = placement(mesh, REPLICATED), placement(mesh, SPLIT)
     return jax.jit(step, in_shardings=(whole, split, whole, whole), out_shardings=whole, donate_argnums=0)
 
@@ -121,7 +121,7 @@ def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Audit:
     Raises:
         ValueError: it does not compile.
     """
-    ordinary = name in ("per_leaf", "automatic")
+    ordinary = name in ("pmean", "automatic")
     program = make_program(config if ordinary else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
     if ordinary:
         # Whatever is summed, the ordinary programs' own partitioning does it: no reduction of ours in the model.

@@ -20,19 +20,23 @@ import tyro
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from trjax.audit import audit
+from trjax.compiled import compile_lowered
 from trjax.config import Config
 from trjax.data.batches import count_batches, train_batches
 from trjax.data.sources import Source, load
 from trjax.mesh import make_mesh, parse_devices, start_platform
 from trjax.optim import make_learning_rates
+from trjax.planning import machine_of
 from trjax.presets import preset_config
-from trjax.program import Program, compile_program, make_program
+from trjax.program import Program, lower_step, make_program
 from trjax.records import format_table
 from trjax.state import TrainState
 
 WARMUP_STEPS = 3  # left out of the times: the first calls fill caches and pools
 ROUND_STEPS = 10  # of one world size before the next has its turn, so that the machine's noise hits all alike
 HEADER = ["N", "images/s", "step ms", "spread ms", "relative throughput", "efficiency"]
+HEADER += ["predicted ms", "predicted efficiency"]
 HEADER += ["step 1 diff", "max diff", "at step", "control max diff"]
 Step = tuple[float, float]  # seconds, mean loss
 
@@ -65,14 +69,26 @@ def run(config: Config, program: Program, source: Source, initial: TrainState) -
         yield time.perf_counter() - start, float(results[0] / results[3])
 
 
-def measure(config: Config, sizes: Sequence[int], num_steps: int) -> np.ndarray:
-    """Returns the seconds and losses of all steps, shape (2, sizes + 1, steps), control last; raises ValueError."""
+def compile_step(config: Config, program: Program) -> tuple[Program, float]:
+    """Returns the program with its step compiled, and the seconds that the cost model predicts for the step."""
+    compiled = compile_lowered(lower_step(program))
+    predicted = audit(compiled, machine_of(program.mesh), config.global_batch).timeline.step_seconds
+    return replace(program, train_step=compiled.executable), predicted
+
+
+def measure(config: Config, sizes: Sequence[int], num_steps: int) -> tuple[np.ndarray, list[float]]:
+    """Returns seconds and losses of all steps, shape (2, sizes + 1, steps), control last, and predicted seconds.
+
+    Raises:
+        ValueError: there are too few or too many steps.
+    """
     source, _ = load(config.data)
     longest = config.epochs * count_batches(len(source), config.global_batch)
     if not WARMUP_STEPS < num_steps <= longest:
         raise ValueError(f"steps={num_steps}: must be {WARMUP_STEPS + 1} to {longest}, the length of the preset's run")
-    programs = [make_program(config, make_mesh(f"0-{size - 1}")) for size in sizes]
-    programs = [compile_program(program) for program in programs]  # takes longest by far: only after all checks
+    made = [make_program(config, make_mesh(f"0-{size - 1}")) for size in sizes]
+    # Compiling takes longest by far: only after all checks.
+    programs, predicted = zip(*(compile_step(config, program) for program in made), strict=True)
     initial = jax.device_get(programs[0].init())  # for all: it compiles too, and does not depend on N
     nudged = replace(initial, params=jax.tree.map(lambda leaf: np.nextafter(leaf, np.inf), initial.params))
     arms = [(program, initial) for program in programs]
@@ -82,16 +98,20 @@ def measure(config: Config, sizes: Sequence[int], num_steps: int) -> np.ndarray:
     for start_step in range(0, num_steps, ROUND_STEPS):
         for steps, so_far in zip(runs, measured, strict=True):
             so_far += islice(steps, min(ROUND_STEPS, num_steps - start_step))
-    return np.moveaxis(np.array(measured), 2, 0)
+    return np.moveaxis(np.array(measured), 2, 0), list(predicted)
 
 
-def tabulate(sizes: Sequence[int], seconds: np.ndarray, difference: np.ndarray, global_batch: int) -> list[list[float]]:
+def tabulate(
+    sizes: Sequence[int], seconds: np.ndarray, predicted: Sequence[float], difference: np.ndarray, global_batch: int
+) -> list[list[float]]:
     """Returns the rows of `HEADER`; the spread is that of the middle half of the steps."""
     low, median, high = np.quantile(seconds[:, WARMUP_STEPS:], [0.25, 0.5, 0.75], axis=1)
     rows: list[list[float]] = []
-    for size, step_time, spread, curve in zip(sizes, median, high - low, difference, strict=False):
-        gain = median[0] / step_time
-        costs = [float(f"{number:.4g}") for number in (step_time * 1e3, spread * 1e3, gain, gain * sizes[0] / size)]
+    for size, step_time, spread, model, curve in zip(sizes, median, high - low, predicted, difference, strict=False):
+        gain, predicted_gain = median[0] / step_time, predicted[0] / model
+        numbers = [step_time * 1e3, spread * 1e3, gain, gain * sizes[0] / size]
+        numbers += [model * 1e3, predicted_gain * sizes[0] / size]
+        costs = [float(f"{number:.4g}") for number in numbers]
         first, most, control = (float(f"{number:.2g}") for number in (curve[0], curve.max(), difference[-1].max()))
         rows.append([size, round(global_batch / step_time), *costs, first, most, int(curve.argmax()) + 1, control])
     return rows
@@ -122,21 +142,22 @@ def draw(path: Path, title: str, rows: Sequence[Sequence[float]], losses: np.nda
 def sweep(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
     start_platform("auto", "0-7")
-    present = make_mesh().devices
-    sizes = parse_devices(options.world_sizes) or tuple(size for size in (1, 2, 4, 8) if size <= present.size)
-    if not 0 < min(sizes) <= max(sizes) <= present.size:
+    present = make_mesh().devices.flat
+    sizes = parse_devices(options.world_sizes) or tuple(size for size in (1, 2, 4, 8) if size <= len(present))
+    if not 0 < min(sizes) <= max(sizes) <= len(present):
         raise ValueError(
-            f"world_sizes={options.world_sizes!r}: world sizes must be 1 to {present.size}, the devices present"
+            f"world_sizes={options.world_sizes!r}: world sizes must be 1 to {len(present)}, the devices present"
         )
     config = replace(preset_config("digits"), bn=options.bn, global_batch=options.global_batch)
     where = f"{present[0].platform} ({present[0].device_kind}), {os.cpu_count()} CPU cores"
     print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}, {where}")
     if present[0].platform == "cpu":
         print("CPU devices share the cores: ideal is a relative throughput of 1 at every N, not an efficiency of 1")
+        print("predicted for devices of their own, from what compiles, with data-sheet numbers of a CPU not measured")
     options.out.mkdir(parents=True, exist_ok=True)
-    seconds, losses = measure(config, sizes, 20 if options.quick else options.steps)
+    (seconds, losses), predicted = measure(config, sizes, 20 if options.quick else options.steps)
     difference = np.abs(losses / losses[0] - 1)
-    rows = tabulate(sizes, seconds, difference, config.global_batch)
+    rows = tabulate(sizes, seconds, predicted, difference, config.global_batch)
     print(format_table(HEADER, rows))
     np.savetxt(options.out / "sweep_world_size.csv", rows, "%.6g", ",", header=",".join(HEADER), comments="")
     title = f"digits preset, bn={config.bn}, global batch {config.global_batch}, {where}"

@@ -25,6 +25,7 @@ from trjax.program import Program, make_program
 from trjax.resnet import Block, Head, StemSegment
 from trjax.step import train_split
 
+WRITTEN_OUT = ("ring", "tree", "parameter_server")  # the same bits on all devices, but `shard_map` cannot see it
 DATA = DataConfig(source="synthetic", image_shape=(8, 8, 3), train_examples=100, test_examples=50)
 
 
@@ -114,7 +115,7 @@ def reduced_on(
     split_spec = train_split(how.micro_batches)
     run = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=(REPLICATED, REPLICATED, *[split_spec] * 3), out_specs=SPLIT,
-                      check_vma=how.launch is not collectives.ring),
+                      check_vma=how.launch.__name__ not in WRITTEN_OUT),
         compiler_options=probe_options(mesh).accepted,
     )  # fmt: skip
     if how.micro_batches > 1:

@@ -158,6 +158,21 @@ def test_masked_batch_equals_the_real_examples_alone(num_devices: int, sync: boo
     assert reduced["results"][3] == real
 
 
+@pytest.mark.parametrize("real", [24, 17, 2])
+def test_statistics_of_the_first_device(real: int) -> None:
+    """With `bn=rank0` they are those of its shard alone, while gradients are the mean over all shards."""
+    params, batch_stats, (images, labels, _) = start("one block")
+    mask = (np.arange(GLOBAL_BATCH) < real).astype(np.float32)
+    chain, block = CHAINS["one block"](None), (images, labels, mask)
+    reduced = reduced_on(4, chain, params, batch_stats, block, statistics="first")
+    _, stats = plain_gradients(chain, params, batch_stats, [leaf[:6] for leaf in block])
+    assert_equal_to_rounding(reduced, stats)
+    averaged = reduced_on(4, chain, params, batch_stats, block)
+    for name in averaged.keys() - stats.keys():
+        np.testing.assert_allclose(reduced[name], averaged[name], rtol=EXACT, atol=EXACT)
+    assert real < 7 or relative_error(averaged, stats) > 0.01
+
+
 OWN_CHAIN = {"first": Dense(16), "middle": Dense(16), "last": Dense(10, relu=False)}
 
 

@@ -2,12 +2,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from helpers import tiny_config, tiny_program
+from helpers import one_block_chain, tiny_config, tiny_program
 
 from trjax.compiled import Buffer, compile_lowered, count_launches, parse_buffers
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
-from trjax.program import lower_step
+from trjax.mesh import make_topology_mesh
+from trjax.program import lower_step, make_program
+from trjax.targets import compile_config, find_target
 
 # jax 0.12 prints the page, and leaves out a value that shares another's place.
 ASSIGNMENT = """BufferAssignment:
@@ -57,6 +59,15 @@ def test_reads_the_step_of_the_devices_here() -> None:
     # Three products for each convolution (the first has no input gradient) and for the classifier, 12 images a device.
     forward = {"stem": 64 * 4 * 27, "shortcut": 16 * 8 * 4, "layer1": 16 * 8 * 36, "layer2": 16 * 8 * 72, "head": 80}
     assert flops == 2 * 12 * (3 * sum(forward.values()) - forward["stem"])
+
+
+def test_a_group_of_one_kernel_compiles_for_gpus() -> None:
+    mesh = make_topology_mesh(compile_config(find_target("h100")), 1, 2)
+    made = make_program(tiny_config(reducer="ddp", bucket_mb=0.0), mesh, one_block_chain())
+    assert (len(made.plan.groups), [len(group.regions) for group in made.plan.groups].count(1)) == (14, 12)
+    compiled = compile_lowered(lower_step(made))  # with XLA's buffers for NCCL: "Invalid filter layout"
+    reduced = sorted(operation.size_bytes for operation in compiled.operations if operation.collective)
+    assert reduced == sorted(group.size_bytes for group in made.plan.groups)
 
 
 def test_a_trace_of_the_run_holds_what_was_read_in_that_order(tmp_path: Path) -> None:

@@ -145,3 +145,15 @@ def test_streams_of_random_keys_differ() -> None:
     keys = [stream_key(7, stream) for stream in ("init", "augment", "dropout")]
     drawn = [tuple(jax.random.key_data(jax.random.fold_in(key, index)).tolist()) for key in keys for index in range(50)]
     assert len(set(drawn)) == len(drawn)
+
+
+def test_a_short_last_batch_is_left_out_if_asked() -> None:
+    batches = list(train_batches(numbered(25), 8, 3, 0, 6, "drop"))
+    assert [int(batch.mask.sum()) for batch in batches] == [8] * 6
+    epochs = [np.concatenate([batch.indices for batch in batches[at : at + 3]]) for at in (0, 3)]
+    assert all(len(set(epoch)) == 24 for epoch in epochs)
+    assert set(epochs[0]) != set(epochs[1])  # another example is left out
+    (resumed,) = train_batches(numbered(25), 8, 3, 4, 5, "drop")
+    np.testing.assert_array_equal(resumed.indices, batches[4].indices)
+    with pytest.raises(ValueError, match=r"last_batch=drop with global_batch=32: 25 examples do not fill one batch"):
+        count_batches(25, 32, "drop")

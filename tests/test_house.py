@@ -109,16 +109,13 @@ def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     declared = {re.split(r"[\[<>=;]", name)[0] for name in wanted}
+    own = {"trjax", "helpers", "", *(path.stem for path in (ROOT / "experiments").glob("*.py"))}
     names = {"sklearn": "scikit-learn", "orbax": "orbax-checkpoint", "tomli_w": "tomli-w"}
     for path in [*FILES, *(ROOT / "tests").glob("*.py"), *(ROOT / "experiments").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for top in (
-                {module.split(".")[0] for module in modules}
-                - set(sys.stdlib_module_names)
-                - {"trjax", "helpers", "compare_programs", ""}
-            ):
+            for top in {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names) - own:
                 assert names.get(top, top) in declared, f"{path}: {top}"
 
 

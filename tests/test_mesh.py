@@ -1,3 +1,4 @@
+import os
 import re
 
 import jax
@@ -86,3 +87,11 @@ def test_starting_twice_keeps_the_devices() -> None:
 def test_batch_not_divisible(global_batch: int, world_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_batch(global_batch, world_size)
+
+
+def test_nccl_variables_are_set_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    start_platform("cpu", "all", ["NCCL_ALGO=Ring", "NCCL_IB_HCA==mlx5_0:1"])
+    assert os.environ["NCCL_ALGO"] == "Ring"
+    assert os.environ["NCCL_IB_HCA"] == "=mlx5_0:1"
+    monkeypatch.delenv("NCCL_IB_HCA")

@@ -158,3 +158,41 @@ def test_an_all_reduce_of_many_arrays_counts_them_all() -> None:
         COLLECTIVES,
     )
     assert found["all"].size_bytes == 480
+
+
+LOOP = """HloModule m, is_scheduled=true
+
+%body (p: (f32[100])) -> (f32[100]) {
+  %p = (f32[100]{0}) parameter(0)
+  %x = f32[100]{0} get-tuple-element(%p), index=0
+  %twice = f32[100]{0} add(%x, %x)
+  %sum = f32[100]{0} all-reduce(%twice), replica_groups={{0,1}}, to_apply=%add
+  ROOT %t = (f32[100]{0}) tuple(%sum)
+}
+
+ENTRY %main (a: f32[100]) -> f32[100] {
+  %a = f32[100]{0} parameter(0)
+  %first = f32[100]{0} negate(%a)
+  %in = (f32[100]{0}) tuple(%first)
+  %loop = (f32[100]{0}) while(%in), condition=%more, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %out = f32[100]{0} get-tuple-element(%loop), index=0
+  ROOT %last = f32[100]{0} negate(%out)
+}
+"""
+
+
+def test_a_loop_is_listed_as_often_as_it_runs() -> None:
+    operations = list_operations(parse_module(LOOP))
+    assert [(op.name, op.depends_on, op.collective) for op in operations] == [
+        ("first", (), ""),
+        ("twice@0", ("first",), ""),
+        ("sum@0", ("twice@0",), "all-reduce"),
+        ("twice@1", ("sum@0",), ""),
+        ("sum@1", ("twice@1",), "all-reduce"),
+        ("twice@2", ("sum@1",), ""),
+        ("sum@2", ("twice@2",), "all-reduce"),
+        ("last", ("sum@2",), ""),
+    ]
+    assert sum(op.written_bytes for op in operations if not op.collective) == 5 * 400
+    (unknown,) = [op for op in list_operations(parse_module(LOOP.replace("known", "other"))) if op.name == "loop"]
+    assert unknown.collective == "all-reduce"  # of a loop of unknown length, only that it communicates

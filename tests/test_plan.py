@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trjax.buckets import Kind, Split, at_launches, ddp_buckets, one_each, one_group, two_groups
 from trjax.cost import Machine, make_machine, parse_topology
 from trjax.explain_step import format_plan
-from trjax.packing import flatten, unflatten
+from trjax.packing import cut, flatten, flatten_shard, unflatten
 from trjax.plan import ConvOrder, Plan, make_plan, name_leaves, restore_leaves
 from trjax.planning import compare_groupings
 from trjax.presets import PRESETS
@@ -205,6 +205,34 @@ def test_round_trip_is_bitwise(tree: Any, conv_order: Any, alignment_bytes: int)
     np.testing.assert_equal(name_leaves(restored), {name: values[name] for name in name_leaves(params)})
 
 
+@settings(max_examples=5, deadline=None)
+@given(trees(), st.integers(2, 5), st.sampled_from([4, 16]))
+def test_shards_hold_a_part_of_every_tensor(tree: Any, shards: int, alignment_bytes: int) -> None:
+    params, batch_stats, segments = tree
+    plan = make_plan(params, batch_stats, segments, alignment_bytes=alignment_bytes, shards=shards)
+    random = np.random.default_rng(0)
+    values: dict[str, Any] = {
+        region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions
+    }
+    for group in plan.groups:
+        buffer = np.asarray(flatten(group, values))
+        assert buffer.shape == (group.size_elements,)
+        for name, leaf in unflatten(group, jnp.asarray(buffer)).items():
+            np.testing.assert_array_equal(leaf, values[name])
+        rows = buffer.reshape(shards, -1)
+        for region in group.regions:
+            parts = rows[:, region.offset_elements :][:, : region.shard_elements]
+            flat = values[region.name].transpose(region.physical_order).ravel()
+            if region.kind is Kind.R_RESULT:  # whole in each
+                np.testing.assert_array_equal(parts, np.broadcast_to(flat, parts.shape))
+            else:
+                np.testing.assert_array_equal(parts.ravel()[: flat.size], flat)
+                assert not parts.ravel()[flat.size :].any()
+                assert parts.size - flat.size < shards
+        for row in rows:  # one shard to its parts and back
+            np.testing.assert_array_equal(flatten_shard(group, cut(group, jnp.asarray(row))), row)
+
+
 def test_same_plan_in_a_fresh_process() -> None:
     code = "from test_plan import planned, SLOW; print(repr(planned('imagenet-resnet50', 'OHWI', 'auto', SLOW)))"
     here = Path(__file__).parent
@@ -215,4 +243,4 @@ def test_same_plan_in_a_fresh_process() -> None:
 def test_table_holds_every_region_and_the_totals() -> None:
     text = format_plan(make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS))
     assert "first  G_FIRST_CONV  stem/conv/kernel        3x3x1x2  OHWI             76     72" in text
-    assert "61 parameters, 276 bytes in 2 AllReduces a step" in text
+    assert "61 parameters, 276 bytes in 2 groups" in text

@@ -44,7 +44,10 @@ def run(made: Program, state: Any, num_steps: int = 3) -> Any:
     return state
 
 
-@pytest.mark.parametrize(("kind", "num_devices"), [("sgd", 1), ("sgd", 8), ("adamw", 3), ("lars", 3), ("lars", 8)])
+@pytest.mark.parametrize(
+    ("kind", "num_devices"),
+    [("sgd", 1), ("sgd", 8), pytest.param("adamw", 3, marks=pytest.mark.fast), ("lars", 3), ("lars", 8)],
+)
 def test_sharded_updates_equal_whole_ones(kind: str, num_devices: int) -> None:
     sharded, whole = program("zero1", kind, num_devices), program("two_group", kind, num_devices)
     found, expected = sharded.forms.unload(run(sharded, sharded.init())), run(whole, whole.init())

@@ -192,6 +192,8 @@ def reduce_gradients(
     if recipe.micro_batches > 1:
         first, block = (jax.tree.map(lambda leaf, part=part: leaf[part], block) for part in (slice(-1), -1))
         carried, batch_stats = _accumulate(recipe, params, batch_stats, first, prepare, key)
+        # The last one starts behind the others: a loop of one turn is inlined, and both would be in memory at once.
+        block = jax.lax.optimization_barrier((carried, block))[1]
         key = jax.random.fold_in(key, recipe.micro_batches - 1)
     share = examples / recipe.global_batch
     if recipe.statistics == "first":

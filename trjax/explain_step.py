@@ -81,7 +81,9 @@ def format_plan(plan: Plan) -> str:
         )
     header = ["group", "regions", "parameters", "elements", "bytes", "launched after the backward of"]
     size_bytes = sum(group.size_bytes for group in plan.groups)
-    sums = f"{parameters:,} parameters, {size_bytes:,} bytes in {len(plan.groups)} AllReduces a step"
+    sums = f"{parameters:,} parameters, {size_bytes:,} bytes in {len(plan.groups)} groups"
+    if (shards := plan.groups[0].shards) > 1:
+        sums += f", each in {shards} shards: offsets are those in a shard, which holds 1/{shards} of every tensor"
     return f"{regions}\n\n{format_table(header, totals)}\n\n{sums}"
 
 

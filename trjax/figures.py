@@ -10,12 +10,14 @@ from matplotlib.patches import Patch
 from trjax.buffers import group_of
 from trjax.timeline import Span, Timeline
 
-_PHASES = {"forward": "#9ecae1", "backward": "#3182bd", "update and the rest": "#bdbdbd"}
+PHASES = {"forward": "#9ecae1", "backward": "#3182bd", "update and the rest": "#bdbdbd"}
+"""Colors of the parts of a step, in order."""
 _EXPOSED = "#d62728"
 _COMPUTE, _LINK = 1.0, 0.0
 
 
-def _phase(span: Span) -> str:
+def phase_of(span: Span) -> str:
+    """Returns the part of the step that a kernel belongs to, by where in the program it comes from."""
     source = span.operation.source
     if "transpose(" in source:
         return "backward"
@@ -23,8 +25,8 @@ def _phase(span: Span) -> str:
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, colors: dict[str, tuple[float, ...]]) -> None:
-    for phase, shade in _PHASES.items():
-        bars = [(span.start * 1e3, span.seconds * 1e3) for span in timeline.kernels if _phase(span) == phase]
+    for phase, shade in PHASES.items():
+        bars = [(span.start * 1e3, span.seconds * 1e3) for span in timeline.kernels if phase_of(span) == phase]
         axes.broken_barh(bars, (_COMPUTE - 0.35, 0.7), facecolors=shade)
     for communication in timeline.communications:
         span = communication.span
@@ -65,7 +67,7 @@ def draw_timeline(path: str | Path, title: str, timeline: Timeline) -> None:
         panels[1].set(xlim=(max(0, first - margin), min(step_ms * 1.005, last + margin)))
         panels[1].set_title("the part that communicates", fontsize="medium", loc="left")
     panels[-1].set(xlabel="predicted time from the start of the step (ms)")
-    legend = [Patch(color=color, label=name) for name, color in (*_PHASES.items(), *colors.items())]
+    legend = [Patch(color=color, label=name) for name, color in (*PHASES.items(), *colors.items())]
     legend.append(Patch(facecolor="white", edgecolor=_EXPOSED, hatch="////",
                         label=f"exposed: {timeline.exposed_seconds * 1e3:.2f} ms"))  # fmt: skip
     figure.legend(handles=legend, loc="outside lower center", ncols=min(len(legend), 7))

@@ -6,7 +6,7 @@ Instructions that cost nothing (parameters, tuples, views) are seen through: an 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trjax.hlo import Instruction, Module, Shape
@@ -18,6 +18,7 @@ _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "afte
 _VIEWS = {"bitcast", "reshape"}
 _ELEMENTWISE = {"add", "convert", "divide", "maximum", "minimum", "multiply", "negate", "subtract"}
 _COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+_MOST_TRIPS = 256
 _ONE_KERNEL_MARK = "__triton_collective"
 
 
@@ -208,16 +209,48 @@ def _make(
     )  # fmt: skip
 
 
-def list_operations(module: Module) -> tuple[Operation, ...]:
-    """Returns the operations of a program in the order of issue."""
-    defined = module.instructions
+def _trips(instruction: Instruction) -> int:
+    """Returns how often a loop runs, if the compiler says so and it is not too often to list; else 0."""
+    found = re.search(r'known_trip_count"?:\{"n":"?(\d+)', instruction.attributes)
+    trips = int(found.group(1)) if found and instruction.opcode == "while" else 0
+    return trips if trips <= _MOST_TRIPS else 0
+
+
+def _walk(
+    module: Module, computation: str, entering: tuple[str, ...], suffix: str
+) -> tuple[list[Operation], tuple[str, ...]]:
+    """Returns the operations of a computation, loops written out, and those that its result comes from.
+
+    Args:
+        module: the program.
+        computation: which one.
+        entering: operations that its parameters come from.
+        suffix: of the names of its operations, one for each time that it runs.
+    """
+    instructions = module.computations[computation]
+    defined = {instruction.name: instruction for instruction in instructions}
     through: dict[str, tuple[str, ...]] = {}
-    operations = []
-    for instruction in module.computations[module.entry]:
+    operations: list[Operation] = []
+    for instruction in instructions:
         before = tuple(dict.fromkeys(found for name in instruction.operands for found in through.get(name, ())))
-        if instruction.opcode in _FREE:
-            through[instruction.name] = before
-            continue
-        operations.append(_make(module, instruction, defined, before))
-        through[instruction.name] = (instruction.name,)
-    return tuple(operations)
+        if instruction.opcode == "parameter":
+            before = entering
+        if trips := _trips(instruction):
+            body = re.findall(r"\bbody=%?([\w.\-]+)", instruction.attributes)[0]
+            for trip in range(trips):
+                inner, before = _walk(module, body, before, f"{suffix}@{trip}")
+                operations += inner
+        elif instruction.opcode not in _FREE:
+            made = _make(module, instruction, defined, before)
+            operations.append(replace(made, name=made.name + suffix))
+            before = (made.name + suffix,)
+        through[instruction.name] = before
+    return operations, through[instructions[-1].name]
+
+
+def list_operations(module: Module) -> tuple[Operation, ...]:
+    """Returns the operations of a program in the order of issue; a loop's as often as they run.
+
+    A turn of a loop waits for all of the turn before.
+    """
+    return tuple(_walk(module, module.entry, (), "")[0])

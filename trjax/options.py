@@ -12,6 +12,8 @@ from trjax.mesh import REPLICATED, placement
 
 Options = dict[str, Any]
 
+USER_BUFFERS = "xla_gpu_enable_nccl_user_buffers"
+
 _BY_PLATFORM: dict[str, Options] = {
     "cpu": {
         # Barriers are gone when the CPU's combiner runs, and it would merge the groups into one late AllReduce.
@@ -28,7 +30,7 @@ _BY_PLATFORM: dict[str, Options] = {
         # Groups are chosen by the plan; the combiner's threshold of 30 MiB would merge small ones.
         "xla_gpu_all_reduce_combine_threshold_bytes": 0,
         # All AllReduce buffers in one allocation of their own, which NCCL registers once.
-        "xla_gpu_enable_nccl_user_buffers": True,
+        USER_BUFFERS: True,
         # XLA's defaults, and with them convolutions and collectives: the whole step replays as CUDA graphs.
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONVOLUTION,COLLECTIVES",
     },

@@ -1,11 +1,13 @@
 """A configuration's plan: which reducer groups the gradients how, and what the cost model predicts for it."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from trjax.buckets import Kind, at_launches, find_frozen
@@ -63,8 +65,21 @@ def frozen_names(config: Config, shapes: Shapes) -> frozenset[str]:
 
 
 def _costs(config: Config, shapes: Shapes, machine: Machine) -> tuple[SegmentCost, ...]:
+    """Returns what each segment's last backward takes and leaves to reduce; below the lowest trained, nothing."""
     micro_batch = split_batch(config.global_batch, machine.topology.world_size, config.accumulate)
-    return predict_segments(shapes.chain, shapes.params, shapes.batch_stats, shapes.image, micro_batch, machine)
+    costs = predict_segments(shapes.chain, shapes.params, shapes.batch_stats, shapes.image, micro_batch, machine)
+    frozen, elements = frozen_names(config, shapes), Counter[int]()
+    for tensor in list_tensors(shapes.params, tuple(shapes.chain)):
+        elements[tensor.segment] += 0 if tensor.name in frozen else math.prod(tensor.shape)
+    item_bytes = jnp.dtype(config.comm_dtype).itemsize
+    return tuple(
+        replace(
+            cost,
+            gradient_bytes=elements[index] * item_bytes,
+            backward_seconds=cost.backward_seconds if any(elements[below] for below in range(index + 1)) else 0.0,
+        )
+        for index, cost in enumerate(costs)
+    )
 
 
 def _exposed(costs: Sequence[SegmentCost], plan: Plan, machine: Machine) -> float:

@@ -19,6 +19,7 @@ from trjax.data.sources import DataSpec, describe
 from trjax.forms import StateForms, conv_order_of, make_forms
 from trjax.mesh import SPLIT, placement, split_batch
 from trjax.optim import make_optimizer
+from trjax.options import USER_BUFFERS, Options, probe_options
 from trjax.plan import NUM_RESULTS, Plan, select_leaves
 from trjax.planning import Shapes, machine_of, plan_run
 from trjax.reducers import make_reducer
@@ -137,6 +138,21 @@ def _train_dims(config: Config) -> tuple[int, ...]:
     return (config.global_batch,) if micro_batches == 1 else (micro_batches, config.global_batch // micro_batches)
 
 
+def _step_options(config: Config, plan: Plan, mesh: Mesh) -> Options | None:
+    """Returns what to compile the train step with; None leaves the compiler its own options.
+
+    A group that is one float32 kernel alone is not copied into its buffer: the convolution would have to write where
+    NCCL's buffers are, and XLA knows no such layout. They then lie wherever there is room.
+    """
+    if make_reducer(config).ordinary:
+        return None
+    options = probe_options(mesh).accepted
+    lone = any(len(group.regions) == 1 and len(group.regions[0].shape) == 4 for group in plan.groups)
+    if not lone or config.precision != "float32":
+        return options
+    return {name: value for name, value in options.items() if name != USER_BUFFERS}
+
+
 def make_program(
     config: Config, mesh: Mesh, chain: Chain | None = None, optimizer: optax.GradientTransformation | None = None
 ) -> Program:
@@ -171,8 +187,8 @@ def make_program(
         totals_shape=jax.ShapeDtypeStruct((mesh.size, NUM_RESULTS), np.float32),
         init=forms.init,
         train_step=make_train_step(
-            recipe, optimizer, augment, mesh, forms.specs, forms.formats,
-            seed=config.seed, written_out=reducer.written_out, ordinary=reducer.ordinary,
+            recipe, optimizer, augment, mesh, forms.specs, forms.formats, seed=config.seed,
+            written_out=reducer.written_out, options=_step_options(config, plan, mesh),
         ),
         accumulate=accumulate,
         reduce_totals=reduce_totals,

@@ -18,7 +18,7 @@ from trjax.data.augment import Preprocess
 from trjax.data.batches import Batch
 from trjax.keys import stream_key
 from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, placement
-from trjax.options import probe_options
+from trjax.options import Options, probe_options
 from trjax.plan import NUM_RESULTS, Plan, name_leaves, restore_leaves, select_leaves
 from trjax.state import TrainState
 from trjax.zero import update_shards
@@ -49,7 +49,7 @@ def make_train_step(
     *,
     seed: int,
     written_out: bool = False,
-    ordinary: bool = False,
+    options: Options | None = None,
 ) -> Any:
     """Returns the jitted update `(state, batch, learning_rate, epoch) -> (state, results)`.
 
@@ -65,7 +65,7 @@ def make_train_step(
         formats: where it lies, `StateForms.formats`.
         seed: for dropout and the like.
         written_out: the sums are the same on all devices, but `shard_map` cannot see it.
-        ordinary: leave the compiler its own options.
+        options: to compile with; None leaves the compiler its own.
     """
 
     def block_step(
@@ -92,7 +92,7 @@ def make_train_step(
         in_shardings=(formats, placement(mesh, batch_spec), whole, whole),
         out_shardings=(formats, whole),
         donate_argnums=0,
-        compiler_options=None if ordinary else probe_options(mesh).accepted,
+        compiler_options=options,
     )
 
 

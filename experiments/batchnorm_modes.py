@@ -1,0 +1,177 @@
+"""What do BatchNorm's statistics over the devices buy when each device has few examples, and what do they cost?
+
+`local` normalises with each device's own batch and averages the running statistics, `rank0` keeps those of the first
+device, as DistributedDataParallel does, `sync` normalises with the global batch. Test accuracy after a few epochs of
+the digits preset on eight devices; collectives of the compiled step; step time measured here.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from report import announce, hardware, main, progress, write_rows
+
+from trjax.config import Config
+from trjax.data.batches import count_batches, eval_batches, train_batches
+from trjax.data.sources import load
+from trjax.hlo import parse_module
+from trjax.mesh import make_mesh, start_platform
+from trjax.operations import list_operations
+from trjax.optim import make_learning_rates
+from trjax.presets import preset_config
+from trjax.program import Program, compile_program, make_program
+from trjax.step import init_totals
+
+MODES: tuple[Literal["local", "sync", "rank0"], ...] = ("local", "sync", "rank0")
+COLORS = dict(zip(MODES, ("#1f77b4", "#ff7f0e", "#2ca02c"), strict=True))
+DEVICES = 8
+WARMUP_STEPS = 3  # left out of the times: the first calls fill caches and pools
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train the digits preset with each BatchNorm mode at small local batches; compare accuracy and cost."""
+
+    global_batches: tuple[int, ...] = (32, 96)
+    """Examples of a step over eight devices."""
+    epochs: int = 10
+    seeds: int = 3
+    """Runs of each kind, with other parameters and another order of the data."""
+    quick: bool = False
+    """One seed, two epochs, the first batch only."""
+    out: Path = Path("results")
+    """Folder for the CSV and the figure."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: mean loss of the last epoch's batches, test loss and top-1, seconds of the steps."""
+
+    train_loss: float
+    test_loss: float
+    test_top1: float
+    seconds: np.ndarray
+
+
+def run(config: Config, program: Program, seed: int) -> Outcome:
+    """Trains from a seed's parameters in a seed's order, and tests; the program's own seed varies nothing here."""
+    train_source, test_source = load(config.data)
+    steps_per_epoch = count_batches(len(train_source), config.global_batch)
+    rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
+    initial = jax.device_get(make_program(replace(config, seed=seed), program.mesh).init())
+    state = jax.device_put(initial, program.forms.formats)
+    seconds, losses = [], []
+    for step, batch in enumerate(train_batches(train_source, config.global_batch, seed, 0, len(rates))):
+        placed = jax.block_until_ready(program.place_train(batch))
+        start = time.perf_counter()
+        state, results = program.train_step(state, placed, rates[step], np.int32(step // steps_per_epoch))
+        jax.block_until_ready(results)
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(results[0] / results[3]))
+    totals = init_totals(program.mesh)
+    for batch in eval_batches(test_source, config.global_batch):
+        totals = program.accumulate(totals, state.params, state.batch_stats, program.place(batch))
+    loss, top1, _, count = np.asarray(program.reduce_totals(totals), np.float64)
+    return Outcome(float(np.mean(losses[-steps_per_epoch:])), loss / count, top1 / count, np.array(seconds))
+
+
+def tabulate(config: Config, program: Program, outcomes: Sequence[Outcome], local_ms: float) -> dict[str, Any]:
+    """Returns the columns of one mode at one batch; the step is compared with `local_ms`, 0: with itself."""
+    operations = list_operations(parse_module(program.train_step.as_text()))
+    reduced = [operation.size_bytes for operation in operations if operation.collective]
+    step_ms = float(np.median(np.concatenate([outcome.seconds[WARMUP_STEPS:] for outcome in outcomes]))) * 1e3
+    top1 = [100 * outcome.test_top1 for outcome in outcomes]
+    return {
+        "global batch": config.global_batch,
+        "local batch": config.global_batch // DEVICES,
+        "bn": config.bn,
+        "top-1 %": round(float(np.mean(top1)), 2),
+        "lowest": round(min(top1), 2),
+        "highest": round(max(top1), 2),
+        "test loss": round(float(np.mean([outcome.test_loss for outcome in outcomes])), 4),
+        "train loss": round(float(np.mean([outcome.train_loss for outcome in outcomes])), 4),
+        "collectives": len(reduced),
+        "reduced kB": round(sum(reduced) / 1e3, 1),
+        "step ms": round(step_ms, 1),
+        "step / local": round(step_ms / (local_ms or step_ms), 2),
+    }
+
+
+def compare_modes(config: Config, seeds: int) -> list[dict[str, Any]]:
+    """Returns a row for each mode; the modes take turns, so that the machine's noise hits all alike."""
+    configs = [replace(config, bn=mode) for mode in MODES]
+    programs = []
+    for one in configs:
+        progress(f"global batch {one.global_batch}, bn={one.bn}: compiling ...")
+        programs.append(compile_program(make_program(one, make_mesh(f"0-{DEVICES - 1}"))))
+    outcomes: list[list[Outcome]] = [[] for _ in MODES]
+    for seed in range(seeds):
+        for one, program, own in zip(configs, programs, outcomes, strict=True):
+            own.append(run(one, program, seed))
+            progress(f"  seed {seed}, bn={one.bn}: top-1 {own[-1].test_top1:.2%}")
+    rows: list[dict[str, Any]] = []
+    for one, program, own in zip(configs, programs, outcomes, strict=True):
+        rows.append(tabulate(one, program, own, rows[0]["step ms"] if rows else 0.0))
+    return rows
+
+
+def _draw_bars(axes: Axes, rows: Sequence[dict[str, Any]], column: str, label: str, spread: bool = False) -> None:
+    batches = list(dict.fromkeys(row["global batch"] for row in rows))
+    for row in rows:
+        place = batches.index(row["global batch"]) + 0.27 * (MODES.index(row["bn"]) - 1)
+        bars = axes.bar(place, row[column], 0.25, color=COLORS[row["bn"]])
+        if spread:
+            whiskers = [[row[column] - row["lowest"]], [row["highest"] - row[column]]]
+            axes.errorbar(place, row[column], whiskers, color="black", capsize=3)
+        axes.bar_label(bars, [f"{row[column]:g}"], label_type="center" if spread else "edge", fontsize=8, padding=2)
+    locals_ = [row["local batch"] for row in rows if row["bn"] == "local"]
+    names = [f"{batch} ({local} a device)" for batch, local in zip(batches, locals_, strict=True)]
+    axes.set_xticks(range(len(batches)), names)
+    axes.set(xlabel="global batch", ylabel=label)
+    axes.margins(y=0.12)
+
+
+def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Draws accuracy, test loss, collectives and step time of the modes, a group of bars for each batch."""
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    top1, loss, calls, step = figure.subplots(2, 2).flat
+    _draw_bars(top1, rows, "top-1 %", "test top-1 (%): mean, and range over seeds", spread=True)
+    top1.set_ylim(max(0.0, 2 * min(row["lowest"] for row in rows) - 101), 100.5)
+    _draw_bars(loss, rows, "test loss", "test loss (nats)")
+    _draw_bars(calls, rows, "collectives", "collectives of a step")
+    _draw_bars(step, rows, "step ms", "median step time here (ms)")
+    handles = [top1.patches[MODES.index(mode)] for mode in MODES]
+    figure.legend(handles, [f"bn={mode}" for mode in MODES], loc="outside lower center", ncols=len(MODES))
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
+def sweep(options: Options) -> None:
+    """Runs the experiment, prints the table and writes the files."""
+    if min(options.epochs, options.seeds) < 1 or not options.global_batches:
+        raise ValueError(
+            f"epochs={options.epochs}, seeds={options.seeds}: must be positive, with a global batch or more"
+        )
+    if options.quick:
+        options = replace(options, epochs=2, seeds=1, global_batches=options.global_batches[:1])
+    start_platform("auto", f"0-{DEVICES - 1}")
+    announce(hardware(), options.out)
+    preset = preset_config("digits")
+    optim = replace(preset.optim, scale_from_batch=preset.global_batch, warmup_epochs=1)
+    config = replace(preset, epochs=options.epochs, optim=optim)
+    rows = []
+    for global_batch in options.global_batches:
+        rows += compare_modes(replace(config, global_batch=global_batch), options.seeds)
+    write_rows(options.out / "batchnorm_modes.csv", rows)
+    title = f"digits, {options.epochs} epochs, {options.seeds} seeds, {DEVICES} devices: {hardware()}"
+    draw(options.out / "batchnorm_modes.png", title, rows)
+
+
+if __name__ == "__main__":
+    main(sweep, Options)
