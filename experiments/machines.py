@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+from jax.sharding import Mesh
 
 from trjax.audit import Audit, audit
 from trjax.chain import Chain
@@ -12,7 +13,7 @@ from trjax.cost import Machine, make_machine, parse_topology
 from trjax.mesh import make_topology_mesh
 from trjax.plan import Plan
 from trjax.planning import expect
-from trjax.program import lower_step, make_program
+from trjax.program import Program, lower_step, make_program
 from trjax.targets import compile_config, find_target
 
 
@@ -21,30 +22,43 @@ def h100s(topology: str, link_gbytes: float = 0.0) -> Machine:
     return make_machine(find_target("h100"), parse_topology(topology), link_gbytes)
 
 
+def mesh_of(machine: Machine) -> Mesh:
+    """Returns the mesh of a machine's GPUs."""
+    topology = machine.topology
+    return make_topology_mesh(compile_config(machine.target), topology.hosts, topology.gpus_per_host)
+
+
+def compile_program(program: Program, name: str) -> Compiled:
+    """Returns the compiled step of a program.
+
+    Raises:
+        ValueError: it does not compile.
+    """
+    try:
+        return compile_lowered(lower_step(program))
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
+
+
 def compile_for(machine: Machine, config: Config, chain: Chain | None = None) -> tuple[Compiled, Plan]:
     """Returns the compiled step of a run on a machine, and its plan.
 
     Raises:
         ValueError: it does not compile.
     """
-    topology = machine.topology
-    mesh = make_topology_mesh(compile_config(machine.target), topology.hosts, topology.gpus_per_host)
-    program = make_program(config, mesh, chain)
-    try:
-        return compile_lowered(lower_step(program)), program.plan
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"{config.reducer} does not compile: {str(error).splitlines()[0]}") from error
+    program = make_program(config, mesh_of(machine), chain)
+    return compile_program(program, config.reducer), program.plan
 
 
-def replay_on(machine: Machine, compiled: Compiled, config: Config, plan: Plan) -> Audit:
+def replay_on(machine: Machine, compiled: Compiled, config: Config, plan: Plan | None = None) -> Audit:
     """Returns what a step takes on a machine other than the one that it was compiled for: all devices join every sum.
 
     Args:
         machine: to replay on.
         compiled: for any number of devices, with this batch on each.
         config: the run on this machine.
-        plan: that the step is made from.
+        plan: that the step is made from; without, nothing is judged.
     """
     operations = tuple(replace(operation, groups=()) for operation in compiled.operations)
-    expected = expect(config, plan, machine.topology)
+    expected = expect(config, plan, machine.topology) if plan else None
     return audit(replace(compiled, operations=operations), machine, config.global_batch, expected)

@@ -1,43 +1,38 @@
 """How well would ResNet-50 scale, from 1 to 4096 GPUs, by the way its gradients are summed and the links there are?
 
 Each program is compiled once, for GPUs that need not be here, and replayed on every machine with its own links.
-    ordinary   `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient and statistic
+    pmean      `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient and statistic
     per_leaf   trjax: an AllReduce for every gradient, from within the backward, as far as the compiler leaves them
     two_group  trjax: two AllReduces, launched from within the backward
     auto       trjax: those that each machine's links need
 Efficiency is the share of a step in which a GPU computes: alone, nothing is exposed.
 """
 
-import csv
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
-import tyro
 from compare_programs import make_ordinary_step
+from machines import compile_for, compile_program, mesh_of, replay_on
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from report import announce, main, progress, write_rows
 
-from trjax.audit import audit
-from trjax.compiled import Compiled, compile_lowered
+from trjax.compiled import Compiled
 from trjax.config import Config
 from trjax.cost import Machine, Topology, make_machine, predict_efficiency
-from trjax.mesh import make_topology_mesh, start_platform
+from trjax.mesh import start_platform
 from trjax.planning import Shapes, plan_run
 from trjax.presets import preset_config
-from trjax.program import lower_step, make_program, shape_run
+from trjax.program import make_program, shape_run
 from trjax.records import format_table
-from trjax.targets import compile_config, find_target
+from trjax.targets import find_target
 
-PROGRAMS = {"ordinary": "#7f7f7f", "per_leaf": "#d62728", "two_group": "#1f77b4", "auto": "#2ca02c"}
+PROGRAMS = {"pmean": "#7f7f7f", "per_leaf": "#d62728", "two_group": "#1f77b4", "auto": "#2ca02c"}
 """Programs, with their colors."""
-LINE_WIDTHS = 2.0, 2.0, 4.0, 1.5  # auto often lies on two_group
+LINE_WIDTHS = 2.0, 3.5, 6.0, 1.5  # where they lie on each other, every one shows
 LARGEST = 16_384
 
 
@@ -116,26 +111,19 @@ def choose(config: Config, shapes: Shapes, machine: Machine) -> tuple[str, str]:
 
 
 def compile_step(config: Config, name: str, machine: Machine) -> Compiled:
-    """Compiles one program for a machine; what it holds is then ready to be replayed on others.
+    """Compiles one program for a machine, to be replayed on others.
 
     Raises:
-        ValueError: it does not compile, or does not sum over all devices.
+        ValueError: it does not compile.
     """
-    topology = machine.topology
-    mesh = make_topology_mesh(compile_config(machine.target), topology.hosts, topology.gpus_per_host)
-    ordinary = name == "ordinary"
-    program = make_program(config if ordinary else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
-    if ordinary:
-        program = replace(program, train_step=make_ordinary_step(config, program.recipe.chain, mesh, "pmean"))
-    print(f"{name}, {topology.hosts}x{topology.gpus_per_host} {machine.target.name}: compiling ...", file=sys.stderr)
-    try:
-        compiled = compile_lowered(lower_step(program))
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
-    if any(len(operation.groups) > 1 for operation in compiled.operations if operation.collective):
-        raise ValueError(f"{name} sums over some of the devices at a time: it cannot be replayed on others")
-    # No group of devices means all that there are.
-    return replace(compiled, operations=tuple(replace(operation, groups=()) for operation in compiled.operations))
+    topology, target = machine.topology, machine.target.name
+    progress(f"{name}, {topology.hosts}x{topology.gpus_per_host} {target}: compiling ...")
+    if name != "pmean":
+        return compile_for(machine, replace(config, reducer=name))[0]  # type: ignore[arg-type]
+    mesh = mesh_of(machine)
+    program = make_program(config, mesh)
+    step = make_ordinary_step(config, program.recipe.chain, mesh, "pmean")
+    return compile_program(replace(program, train_step=step), name)
 
 
 def forecast(
@@ -156,7 +144,7 @@ def forecast(
                 compiled[key] = compile_step(
                     replace(here, global_batch=local_batch * compile_for.topology.world_size), name, compile_for
                 )
-            total = audit(compiled[key], machine, here.global_batch).summary
+            total = replay_on(machine, compiled[key], here).summary
             yield {
                 "machine": variant.name,
                 "GPUs": world_size,
@@ -179,12 +167,13 @@ def _draw_machine(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         axes.plot(
             [row["GPUs"] for row in line],
             [row["efficiency %"] for row in line],
-            color=color, linewidth=width, marker="o", markersize=width + 2,
+            color=color, linewidth=width, marker="o", markersize=width + 2, zorder=3 - width / 10,
         )  # fmt: skip
     for point in PUBLISHED:
         axes.plot(
-            point.world_size, 100 * point.efficiency, point.marker, color="none", markeredgecolor="black", markersize=8
-        )
+            point.world_size, 100 * point.efficiency, point.marker,
+            color="none", markeredgecolor="black", markersize=8, zorder=4,
+        )  # fmt: skip
     sizes = sorted({row["GPUs"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -227,25 +216,15 @@ def run(options: Options) -> None:
     if options.quick:
         config, local_batch, sizes, variants = preset_config("cifar10-resnet20"), 128, [1, 64, 256], VARIANTS[-1:]
         config = replace(config, model=replace(config.model, arch="resnet8"))
-    options.out.mkdir(parents=True, exist_ok=True)
-    where = "compiled for GPUs that are not here"
-    print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}, {where}")
+    announce("compiled for GPUs that are not here", options.out)
     rows = list(forecast(config, variants, sizes, local_batch))
-    print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
+    write_rows(options.out / "scaling_forecast.csv", rows)
     print("\nmeasured by others, with other programs and most of it on other hardware:")
     points = [[point.world_size, round(100 * point.efficiency, 1), point.source] for point in PUBLISHED]
     print(format_table(["GPUs", "efficiency %", "source"], points))
-    with (options.out / "scaling_forecast.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
     title = f"{config.model.arch}, {local_batch} images a GPU: throughput a GPU, against the same program on one GPU"
     draw(options.out / "scaling_forecast.png", title, rows)
 
 
 if __name__ == "__main__":
-    try:
-        run(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,)))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    main(run, Options)

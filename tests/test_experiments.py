@@ -40,7 +40,7 @@ def check_compare_programs(rows: Rows) -> None:
 
 
 def check_scaling_forecast(rows: Rows) -> None:
-    sizes, programs = (1, 64, 256), ("ordinary", "per_leaf", "two_group", "auto")
+    sizes, programs = (1, 64, 256), ("pmean", "per_leaf", "two_group", "auto")
     assert [(row["GPUs"], row["program"]) for row in rows] == [(str(n), name) for n in sizes for name in programs]
     for row in rows:
         exposed, step = float(row["exposed ms"]), float(row["step ms"])
