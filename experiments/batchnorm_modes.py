@@ -65,7 +65,7 @@ def run(config: Config, program: Program, seed: int) -> Outcome:
     steps_per_epoch = count_batches(len(train_source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
     initial = jax.device_get(make_program(replace(config, seed=seed), program.mesh).init())
-    state = jax.device_put(initial, program.formats)
+    state = jax.device_put(initial, program.forms.formats)
     seconds, losses = [], []
     for step, batch in enumerate(train_batches(train_source, config.global_batch, seed, 0, len(rates))):
         placed = jax.block_until_ready(program.place_train(batch))

@@ -40,7 +40,7 @@ from trjax.planning import plan_run
 from trjax.presets import preset_config
 from trjax.program import Program, lower_step, make_program, shape_run
 from trjax.resnet import Block, Head, StemSegment
-from trjax.step import make_train_step, state_specs
+from trjax.step import make_train_step
 
 REDUCERS: tuple[Reducing, ...] = ("single", "per_leaf", "two_group")
 MACHINES = {"1x8 NVLink": ("1x8", 0.0), "4x8 50 GB/s": ("4x8", 50.0), "4x8 100 Gb/s a host": ("4x8", 12.5 / 8)}
@@ -78,10 +78,16 @@ def make_compute_step(config: Config, program: Program) -> Any:
     spec, recipe = describe(config.data), replace(program.recipe, launch=keep)
     trained = select_leaves(shape_run(config, recipe.chain).params, program.plan.trained)
     optimizer = make_optimizer(config.optim, trained)
-    specs = state_specs(optimizer, program.state_shape, False)
     augment = make_augment(config.data, spec, config.seed)
     return make_train_step(
-        recipe, optimizer, augment, program.mesh, specs, program.formats, seed=config.seed, written_out=True
+        recipe,
+        optimizer,
+        augment,
+        program.mesh,
+        program.forms.specs,
+        program.forms.formats,
+        seed=config.seed,
+        written_out=True,
     )
 
 
@@ -126,7 +132,7 @@ def make_sums(recipe: Recipe, program: Program) -> Any:
 
 def repeat_step(step: Any, program: Program, initial: Any, batch: Batch) -> Call:
     """Returns a call that does one more step, and waits for it."""
-    state = jax.device_put(initial, program.formats)
+    state = jax.device_put(initial, program.forms.formats)
 
     def call() -> Any:
         nonlocal state

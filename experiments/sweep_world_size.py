@@ -57,7 +57,7 @@ def run(config: Config, program: Program, source: Source, initial: TrainState) -
     """Yields the seconds of each step, with its batch placed before and its results awaited, and its loss."""
     steps_per_epoch = count_batches(len(source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    state = jax.device_put(initial, program.formats)
+    state = jax.device_put(initial, program.forms.formats)
     for step, batch in enumerate(train_batches(source, config.global_batch, config.seed, 0, len(rates))):
         placed, epoch = jax.block_until_ready(program.place_train(batch)), np.int32(step // steps_per_epoch)
         start = time.perf_counter()

@@ -3,12 +3,20 @@
 from functools import cache, partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import noise_block, one_block_chain, plain_gradients, reduced_on, relative_error, spread, worst_kind_error
+from helpers import (
+    Dense,
+    noise_block,
+    one_block_chain,
+    plain_gradients,
+    reduced_on,
+    relative_error,
+    spread,
+    worst_kind_error,
+)
 
 from trjax import collectives
 from trjax.backward import score
@@ -40,18 +48,6 @@ def bottleneck_chain(reduce_moments: Any) -> Chain:
         "block2": Block(8, 2, bottleneck=True, projection=True, **shared),
         "head": Head(10),
     }
-
-
-class Dense(nn.Module):
-    """A segment of a model that is no ResNet and has no BatchNorm."""
-
-    features: int
-    relu: bool = True
-
-    @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
-        y = nn.Dense(self.features)(x.reshape(x.shape[0], -1))
-        return nn.relu(y) if self.relu else y
 
 
 CHAINS = {

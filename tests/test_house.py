@@ -16,7 +16,7 @@ FLOORS = [
     ["tables", "plan", "data", "resnet", "collectives", "optim", "state", "cost", "options", "operations"],
     ["presets", "workdir", "packing", "reducers", "checkpoint", "grouping", "timeline", "compiled"],
     ["backward", "zero", "planning", "buffers"],
-    ["step", "audit", "figures"],
+    ["step", "forms", "audit", "figures"],
     ["program", "explain_cost"],
     ["train", "explain"],
 ]

@@ -69,7 +69,7 @@ def test_state_is_donated() -> None:
     text = lower_step(tiny_program(2)).compile().as_text()
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     assert aliases is not None
-    assert aliases.group(1).count("alias)") == len(jax.tree.leaves(tiny_program(2).state_shape))
+    assert aliases.group(1).count("alias)") == len(jax.tree.leaves(tiny_program(2).forms.shape))
 
 
 def test_devices_hold_the_same_bits_after_ten_steps() -> None:

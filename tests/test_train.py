@@ -71,7 +71,7 @@ def final_state(workdir: str, config: Config, devices: str = "0") -> Any:
     mesh = make_mesh(devices)
     program = make_program(config, mesh)
     checkpoints = open_checkpoints(Path(workdir, "checkpoints"))
-    return restore(checkpoints, program.saved_shape, mesh, program.saved_formats)[0]
+    return restore(checkpoints, program.forms.saved_shape, mesh, program.forms.saved_formats)[0]
 
 
 def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -237,7 +237,7 @@ def test_checkpoint_holds_the_state_to_the_bit_on_other_devices() -> None:
     state = replace(state, params=spread(state.params), batch_stats=spread(state.batch_stats, 1))
     checkpoints = open_checkpoints(Path("checkpoints"))
     save(checkpoints, state, {"epoch": 0, "batch": 0}, {}, None)
-    restored, position = restore(checkpoints, program.state_shape, make_mesh("0-2"), program.formats)
+    restored, position = restore(checkpoints, program.forms.shape, make_mesh("0-2"), program.forms.formats)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert position == {"epoch": 0, "batch": 0}
     assert checkpoints.best is None

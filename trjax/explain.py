@@ -18,6 +18,7 @@ from trjax.config import Config
 from trjax.cost import Topology, make_machine, parse_topology
 from trjax.explain_cost import describe_costs
 from trjax.figures import draw_timeline
+from trjax.forms import conv_order_of
 from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
 from trjax.options import probe_options
 from trjax.plan import Plan
@@ -25,7 +26,6 @@ from trjax.planning import compare_groupings, expect, machine_of
 from trjax.presets import parse_options
 from trjax.program import lower_step, make_program, shape_run
 from trjax.records import format_table
-from trjax.step import conv_order_of
 from trjax.targets import CPU, compile_config, find_target
 
 _USAGE = """usage: python -m trjax.explain COMMAND [OPTIONS]

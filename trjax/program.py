@@ -16,16 +16,16 @@ from trjax.config import Config
 from trjax.data.augment import make_augment, normalise
 from trjax.data.batches import Batch
 from trjax.data.sources import DataSpec, describe
+from trjax.forms import StateForms, conv_order_of, make_forms
 from trjax.mesh import SPLIT, placement, split_batch
 from trjax.optim import make_optimizer
-from trjax.options import INIT_OPTIONS
 from trjax.plan import NUM_RESULTS, Plan, select_leaves
 from trjax.planning import Shapes, machine_of, plan_run
 from trjax.reducers import make_reducer
 from trjax.resnet import make_resnet
-from trjax.state import TrainState, init_state
-from trjax.step import conv_order_of, make_evaluation, make_train_step, state_formats, state_specs, train_split
-from trjax.zero import check_elementwise, join_state, shard_state
+from trjax.state import init_state
+from trjax.step import make_evaluation, make_train_step, train_split
+from trjax.zero import check_elementwise
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,11 @@ class Program:
     Attributes:
         mesh: the devices.
         recipe: how gradients come about: the model, its plan, how groups are summed.
-        state_shape: a `TrainState` of shapes, as the step has it.
-        saved_shape: the same as checkpoints have it, whatever the reducer: every array whole.
+        forms: of the state, as the step and as checkpoints have it, and where it lies.
         batch_shape: a `Batch` of shapes, as the step has it.
         eval_batch_shape: the same, as evaluation has it.
         totals_shape: of an evaluation's totals.
-        formats: where each array of the state lies.
-        saved_formats: where each array of a restored state lies.
         init: `() -> TrainState`, jitted.
-        load: from the form of checkpoints to that of the step.
-        unload: the inverse.
         train_step: see `step.make_train_step`.
         accumulate: see `step.make_evaluation`.
         reduce_totals: likewise.
@@ -52,16 +47,11 @@ class Program:
 
     mesh: Mesh
     recipe: Recipe
-    state_shape: TrainState
-    saved_shape: TrainState
+    forms: StateForms
     batch_shape: Batch
     eval_batch_shape: Batch
     totals_shape: jax.ShapeDtypeStruct
-    formats: Any
-    saved_formats: Any
     init: Any
-    load: Any
-    unload: Any
     train_step: Any
     accumulate: Any
     reduce_totals: Any
@@ -132,6 +122,26 @@ def _has_lone_kernels(plan: Plan) -> bool:
     return any(len(group.regions) == 1 and len(group.regions[0].shape) == 4 for group in plan.groups)
 
 
+def make_recipe(config: Config, chain: Chain, plan: Plan) -> Recipe:
+    """Returns how the gradients of a run's step come about."""
+    reducer = make_reducer(config)
+    return Recipe(
+        chain,
+        plan,
+        config.global_batch,
+        reducer.launch,
+        statistics="first" if config.bn == "rank0" else "mean",
+        micro_batches=config.accumulate,
+        sharded=reducer.sharded,
+    )
+
+
+def _train_dims(config: Config) -> tuple[int, ...]:
+    """Returns the leading dims of a training batch: (global_batch,), or (micro_batches, examples of each)."""
+    micro_batches = config.accumulate
+    return (config.global_batch,) if micro_batches == 1 else (micro_batches, config.global_batch // micro_batches)
+
+
 def make_program(
     config: Config, mesh: Mesh, chain: Chain | None = None, optimizer: optax.GradientTransformation | None = None
 ) -> Program:
@@ -149,66 +159,36 @@ def make_program(
     """
     split_batch(config.global_batch, mesh.size, config.accumulate)
     spec, shapes, reducer = describe(config.data), shape_run(config, chain), make_reducer(config)
-    platform = mesh.devices.flat[0].platform
-    conv_order = conv_order_of(platform)
-    plan = plan_run(config, shapes, machine_of(mesh, config.link_gbytes), conv_order)
+    machine, conv_order = machine_of(mesh, config.link_gbytes), conv_order_of(mesh.devices.flat[0].platform)
+    plan = plan_run(config, shapes, machine, conv_order)
     whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer)
     select = partial(select_leaves, names=plan.trained)
     init = partial(init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select)
-    spread, join = (
-        partial(convert, whole_optimizer, plan) if reducer.sharded else _same for convert in (shard_state, join_state)
-    )
-    saved_shape = jax.eval_shape(init)
-    state_shape = jax.eval_shape(spread, saved_shape)
-    specs = state_specs(optimizer, state_shape, reducer.sharded)
-    formats = state_formats(mesh, state_shape, specs, conv_order)
-    saved_formats = state_formats(mesh, saved_shape, state_specs(optimizer, saved_shape, False), conv_order)
-    compile_init = partial(jax.jit, compiler_options=INIT_OPTIONS.get(platform))
-    recipe = Recipe(
-        shapes.chain, plan, config.global_batch, reducer.launch, "first" if config.bn == "rank0" else "mean",
-        config.accumulate, reducer.sharded,
-    )  # fmt: skip
-    augment = make_augment(config.data, spec, config.seed)
-    accumulate, reduce_totals = make_evaluation(shapes.chain, partial(normalise, spec=spec), mesh, formats)
-    micro = (config.accumulate, config.global_batch // config.accumulate)
+    forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
+    recipe, augment = make_recipe(config, shapes.chain, plan), make_augment(config.data, spec, config.seed)
+    accumulate, reduce_totals = make_evaluation(shapes.chain, partial(normalise, spec=spec), mesh, forms.formats)
     return Program(
         mesh=mesh,
         recipe=recipe,
-        state_shape=state_shape,
-        saved_shape=saved_shape,
-        batch_shape=shape_batch(spec, *micro[config.accumulate == 1 :]),
+        forms=forms,
+        batch_shape=shape_batch(spec, *_train_dims(config)),
         eval_batch_shape=shape_batch(spec, config.global_batch),
         totals_shape=jax.ShapeDtypeStruct((mesh.size, NUM_RESULTS), np.float32),
-        formats=formats,
-        saved_formats=saved_formats,
-        init=compile_init(lambda: spread(init()), out_shardings=formats),
-        load=jax.jit(spread, out_shardings=formats) if reducer.sharded else _same,
-        unload=jax.jit(join, out_shardings=saved_formats) if reducer.sharded else _same,
+        init=forms.init,
         train_step=make_train_step(
-            recipe,
-            optimizer,
-            augment,
-            mesh,
-            specs,
-            formats,
-            seed=config.seed,
-            written_out=reducer.written_out,
-            ordinary=reducer.ordinary,
+            recipe, optimizer, augment, mesh, forms.specs, forms.formats,
+            seed=config.seed, written_out=reducer.written_out, ordinary=reducer.ordinary,
             lone_kernels=config.precision == "float32" and _has_lone_kernels(plan),
         ),
         accumulate=accumulate,
         reduce_totals=reduce_totals,
-    )
-
-
-def _same(state: TrainState) -> TrainState:
-    return state
+    )  # fmt: skip
 
 
 def lower_step(program: Program) -> Any:
     """Returns the train step lowered for the program's shapes, ready to compile; no device computes."""
     scalars = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
-    return program.train_step.lower(program.state_shape, program.batch_shape, *scalars)
+    return program.train_step.lower(program.forms.shape, program.batch_shape, *scalars)
 
 
 def compile_program(program: Program) -> Program:
@@ -216,7 +196,7 @@ def compile_program(program: Program) -> Program:
 
     A compiled function refuses any other shape, type or placement: nothing can compile again unnoticed.
     """
-    state, batch, totals = program.state_shape, program.eval_batch_shape, program.totals_shape
+    state, batch, totals = program.forms.shape, program.eval_batch_shape, program.totals_shape
     return replace(
         program,
         train_step=lower_step(program).compile(),

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, PartitionSpec
 
 from trjax import collectives
@@ -20,45 +19,9 @@ from trjax.data.batches import Batch
 from trjax.keys import stream_key
 from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, placement
 from trjax.options import USER_BUFFERS, probe_options
-from trjax.plan import NUM_RESULTS, ConvOrder, Plan, name_leaves, physical_order, restore_leaves, select_leaves
+from trjax.plan import NUM_RESULTS, Plan, name_leaves, restore_leaves, select_leaves
 from trjax.state import TrainState
-from trjax.zero import opt_state_specs, update_shards
-
-
-def conv_order_of(platform: str) -> ConvOrder:
-    """Returns the physical order of convolution kernels in which the platform's convolutions read them."""
-    return "HWIO" if platform == "cpu" else "OHWI"
-
-
-def state_specs(optimizer: optax.GradientTransformation, state: TrainState, sharded: bool) -> TrainState:
-    """Returns how each part of a state is spread: whole on every device, the optimizer's in shards if `sharded`."""
-    opt_state: Any = REPLICATED
-    if sharded:
-        opt_state = opt_state_specs(optimizer, state.opt_state, SPLIT, REPLICATED)
-    return TrainState(REPLICATED, REPLICATED, opt_state, REPLICATED)  # type: ignore[arg-type]
-
-
-def state_formats(mesh: Mesh, state: TrainState, specs: TrainState, conv_order: ConvOrder) -> Any:
-    """Returns where and in which physical order each array of a state lies: kernels pinned.
-
-    With the parameters and the momentum in the order of the gradient regions, neither the gather nor the
-    update transposes.
-
-    Args:
-        mesh: the devices.
-        state: shapes are enough.
-        specs: from `state_specs`.
-        conv_order: the plan's.
-    """
-
-    def pin(spec: PartitionSpec, leaf: Any) -> Any:
-        where, order = placement(mesh, spec), physical_order(leaf.shape, conv_order)
-        return where if order == tuple(range(leaf.ndim)) else Format(Layout(order), where)
-
-    def pin_all(spec: PartitionSpec, part: Any) -> Any:
-        return jax.tree.map(partial(pin, spec), part)
-
-    return jax.tree.map(pin_all, specs, state, is_leaf=lambda part: isinstance(part, PartitionSpec))
+from trjax.zero import update_shards
 
 
 def _update(
@@ -105,8 +68,8 @@ def make_train_step(
         optimizer: for a learning rate of one.
         augment: maps a block and the epoch to the network's input.
         mesh: the devices; those of a topology description need not be there to compile.
-        specs: how the state is spread, from `state_specs`.
-        formats: where it lies, from `state_formats`.
+        specs: how the state is spread, `StateForms.specs`.
+        formats: where it lies, `StateForms.formats`.
         seed: for dropout and the like.
         written_out: the sums are the same on all devices, but `shard_map` cannot see it.
         ordinary: leave the compiler its own options.
@@ -158,7 +121,7 @@ def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], 
         chain: the model.
         preprocess: maps uint8 images to the network's input.
         mesh: the devices.
-        formats: of the state, from `state_formats`.
+        formats: of the state, `StateForms.formats`.
     """
 
     def accumulate(totals: jax.Array, params: Any, batch_stats: Any, block: Batch) -> jax.Array:

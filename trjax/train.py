@@ -131,7 +131,7 @@ def _loop(run: Run, state: TrainState) -> TrainState:
         step = int(state.step)
         top1 = _evaluate(run, state) if step == epoch_end else None
         position = {"epoch": step // run.steps_per_epoch, "batch": step % run.steps_per_epoch}
-        save(run.checkpoints, run.program.unload(state), position, asdict(run.config), top1)
+        save(run.checkpoints, run.program.forms.unload(state), position, asdict(run.config), top1)
     return state
 
 
@@ -163,8 +163,8 @@ def _start(config: Config, workdir: Path, program: Program, steps_per_epoch: int
     checkpoints = open_checkpoints(workdir / "checkpoints")
     if checkpoints.last_step is None:
         return checkpoints, program.init()
-    saved, position = restore(checkpoints, program.saved_shape, program.mesh, program.saved_formats)
-    state = program.load(saved)
+    saved, position = restore(checkpoints, program.forms.saved_shape, program.mesh, program.forms.saved_formats)
+    state = program.forms.load(saved)
     step = int(state.step)
     if (position["epoch"], position["batch"]) != divmod(step, steps_per_epoch):
         raise ValueError(

@@ -1,0 +1,151 @@
+"""Every way of summing gives the same gradients, whatever the number of devices; the program shows how."""
+
+import re
+from collections import Counter
+from functools import cache
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    Dense,
+    dense_chain,
+    noise_block,
+    plain_gradients,
+    reduced_on,
+    tiny_config,
+    tiny_program,
+    worst_kind_error,
+)  # fmt: skip
+
+from trjax.audit import audit
+from trjax.chain import init_chain
+from trjax.compiled import compile_lowered
+from trjax.config import Config, Reducing
+from trjax.cost import Topology
+from trjax.mesh import make_topology_mesh
+from trjax.packing import join_shards
+from trjax.plan import make_plan
+from trjax.planning import expect, machine_of
+from trjax.program import lower_step, make_program
+from trjax.reducers import make_reducer
+from trjax.targets import TARGETS, compile_config
+
+EXACT = 2e-6
+"""Relative error that float32 sums in another order may leave, by kind of leaf."""
+REDUCERS = [name for name in get_args(Reducing) if name != "auto"]  # whose groups are tested with the two groups
+GLOBAL_BATCH = 24
+
+
+@cache
+def start() -> Any:
+    """A chain of odd sizes with a BatchNorm, and a global batch."""
+    params, batch_stats = init_chain(dense_chain("local"), jax.random.key(2), (3, 3, 1))
+    return params, batch_stats, noise_block(5, GLOBAL_BATCH, (3, 3, 1))
+
+
+@cache
+def whole_batch() -> dict[str, Any]:
+    gradients, stats = plain_gradients(dense_chain("local"), *start())
+    return gradients | stats
+
+
+def reduced_by(name: Any, num_devices: int, **changes: Any) -> dict[str, np.ndarray]:
+    config = Config(reducer=name, bucket_mb=200 / 2**20, **changes)
+    reducer, chain = make_reducer(config), dense_chain("sync")
+    planned: dict[str, Any] = {
+        "shards": num_devices if reducer.sharded else 1, "bundled": not reducer.ordinary,
+        "comm_dtype": config.comm_dtype,
+    }  # fmt: skip
+    hosts = 2 if name == "hierarchical" and num_devices % 2 == 0 else 1
+    recipe: dict[str, Any] = {"launch": reducer.launch, "sharded": reducer.sharded}
+    recipe |= {"hosts": hosts, "planned": planned}
+    params, batch_stats, block = start()
+    reduced = reduced_on(num_devices, chain, params, batch_stats, block, reducer.split, **recipe)
+    if not reducer.sharded:
+        return reduced
+    plan = make_plan(params, batch_stats, tuple(chain), conv_order="HWIO", **planned)
+    return {region.name: np.asarray(join_shards(region, jnp.asarray(reduced[region.name]))) for region in plan.regions}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", REDUCERS)
+def test_every_reducer_gives_the_gradients_of_one_device(name: str, num_devices: int) -> None:
+    reduced = reduced_by(name, num_devices)
+    assert reduced.keys() == {*whole_batch(), "results"}
+    assert worst_kind_error(reduced, whole_batch()) < EXACT
+    assert reduced["results"][3] == GLOBAL_BATCH
+
+
+def test_one_ring_message_too_few_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    shifts = iter(range(10**6))
+    permute = jax.lax.ppermute
+
+    def drop(x: jax.Array, axis: Any, perm: Any) -> jax.Array:
+        return 0 * x if next(shifts) == 4 else permute(x, axis, perm)
+
+    monkeypatch.setattr(jax.lax, "ppermute", drop)
+    with pytest.raises(AssertionError):
+        test_every_reducer_gives_the_gradients_of_one_device("ring", 3)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2**-8), ("float16", 2**-11)])
+def test_narrow_sums_round_gradients_alone(dtype: Any, rounding: float) -> None:
+    exact = reduced_by("two_group", 4)
+    narrow = reduced_by("two_group", 4, comm_dtype=dtype)
+    gradients = [name for name in exact if name in whole_batch() and "running" not in name]
+    assert 0 < worst_kind_error(narrow, {name: exact[name] for name in gradients}) < rounding
+    for name in exact.keys() - set(gradients):  # results and statistics travel in float32
+        np.testing.assert_array_equal(narrow[name], exact[name])
+
+
+def test_half_precision_sums_do_not_overflow() -> None:
+    """Gradients of 3e4 on each of eight devices: their sum would not fit, their mean does."""
+    chain, (_, labels, mask) = {"only": Dense(10, relu=False)}, start()[2]
+    images = np.full((GLOBAL_BATCH, 3), 3.3e4, np.float32)
+    params = {"only": {"Dense_0": {"kernel": jnp.zeros((3, 10)), "bias": jnp.zeros(10)}}}
+    batch_stats: Any = {"only": {}}
+    block = images, np.zeros_like(labels), mask
+    exact = reduced_on(8, chain, params, batch_stats, block)["only/Dense_0/kernel"]
+    half = reduced_on(8, chain, params, batch_stats, block, planned={"comm_dtype": "float16"})["only/Dense_0/kernel"]
+    assert np.abs(exact).max() * 8 > np.finfo(np.float16).max > np.abs(exact).max() > 2.5e4
+    np.testing.assert_allclose(half, exact, rtol=8 * 2**-11)  # eight roundings
+
+
+def test_narrow_groups_are_reduced_in_their_type() -> None:
+    """In the lowered program: XLA's CPU backend sums bfloat16 in float32."""
+    text = lower_step(tiny_program(2, comm_dtype="bfloat16")).as_text()
+    sums = re.findall(r'"stablehlo\.all_reduce".*?\}\) : \(tensor<(\w+)>\)', text, re.DOTALL)
+    deep, first, rest = tiny_program(2, comm_dtype="bfloat16").plan.groups
+    assert sums == [f"{deep.size_elements}xbf16", f"{first.size_elements}xbf16", f"{rest.size_elements}xf32"]
+    assert {region.kind.value[0] for region in rest.regions} == {"R", "B"}
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("single", (1, 2)),
+        ("ddp", (1, 2)),
+        ("ring", (1, 4)),
+        ("hierarchical", (2, 2)),
+        ("zero1", (2, 2)),
+        ("per_leaf", (1, 2)),
+    ],
+)
+def test_programs_hold_what_the_reducer_says(name: Any, topology: tuple[int, int]) -> None:
+    config = tiny_config(reducer=name, bucket_mb=0.003)
+    mesh = make_topology_mesh(compile_config(TARGETS["h100"]), *topology)
+    program = make_program(config, mesh, dense_chain("local"))
+    expected = expect(config, program.plan, Topology(*topology))
+    compiled = compile_lowered(lower_step(program))
+    found = audit(compiled, machine_of(mesh), config.global_batch, expected)
+    calls = [(row.group, row.collective, row.bytes) for row in found.collectives]
+    assert (Counter(calls) == expected.groups) == (name != "per_leaf")  # these the compiler puts together
+    assert sum(row.bytes for row in found.collectives) == sum(size for *_, size in expected.groups.elements())
+    if name == "ring":
+        assert [count for (group, *_), count in expected.groups.items() if group == "deep"] == [6]  # 2 (N - 1)
+    if name == "hierarchical":
+        joined = Counter(operation.groups for operation in compiled.operations if operation.collective)
+        assert joined == {((0, 1), (2, 3)): 4, ((0, 2), (1, 3)): 2}  # in each host, and across

@@ -1,0 +1,133 @@
+"""Sharded updates equal whole ones, take 1/N of the memory, and save what the whole ones save."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import dense_chain, tiny_config
+
+from trjax.checkpoint import open_checkpoints, restore, save
+from trjax.compiled import compile_lowered
+from trjax.config import OptimConfig
+from trjax.data.batches import train_batches
+from trjax.data.sources import load
+from trjax.mesh import make_mesh
+from trjax.program import Program, lower_step, make_program
+from trjax.zero import check_elementwise
+
+OPTIMIZERS = {
+    "sgd": OptimConfig(learning_rate=0.1, weight_decay=0.1),
+    "adamw": OptimConfig(kind="adamw", weight_decay=0.1),
+    "lars": OptimConfig(kind="lars", weight_decay=0.1, trust=0.1, clip_norm=0.5),
+}
+EXACT = 2e-6
+"""Of three updates, relative to the largest parameter: sums in another order."""
+
+
+@cache
+def program(reducer: Any, kind: str, num_devices: int) -> Program:
+    config = tiny_config(reducer=reducer, optim=OPTIMIZERS[kind])
+    return make_program(config, make_mesh(f"0-{num_devices - 1}"), dense_chain("sync"))
+
+
+def run(made: Program, state: Any, num_steps: int = 3) -> Any:
+    """Three steps, the last batch partial."""
+    config = tiny_config()
+    for batch in train_batches(load(config.data)[0], config.global_batch, 0, 5 - num_steps, 5):
+        state, _ = made.train_step(state, made.place_train(batch), np.float32(0.1), np.int32(0))
+    return state
+
+
+@pytest.mark.parametrize(("kind", "num_devices"), [("sgd", 1), ("sgd", 8), ("adamw", 3), ("lars", 3), ("lars", 8)])
+def test_sharded_updates_equal_whole_ones(kind: str, num_devices: int) -> None:
+    sharded, whole = program("zero1", kind, num_devices), program("two_group", kind, num_devices)
+    found, expected = sharded.forms.unload(run(sharded, sharded.init())), run(whole, whole.init())
+    assert str(jax.tree.structure(found)) == str(jax.tree.structure(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=EXACT * max(1, np.abs(b).max())), found, expected)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), found.params, whole.init().params)
+    assert sorted(jax.tree.leaves(moved))[1] > 1e-4  # undecayed vectors included; a bias before BatchNorm does nothing
+
+
+def test_norms_of_shards_alone_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trjax.collectives.sum_norms", lambda squares: squares)
+    program.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            test_sharded_updates_equal_whole_ones("lars", 3)
+    finally:
+        program.cache_clear()
+
+
+def test_each_device_keeps_its_part_of_the_optimizer_state() -> None:
+    whole, sharded = program("two_group", "adamw", 8), program("zero1", "adamw", 8)
+    sizes = [leaf.size for leaf in jax.tree.leaves(whole.forms.shape.params)]
+    moments = [leaf for leaf in jax.tree.leaves(sharded.init().opt_state) if leaf.ndim]
+    assert sorted(leaf.size for leaf in moments) == sorted([8 * -(-size // 8) for size in sizes] * 2)
+    assert {leaf.addressable_shards[3].data.size * 8 / leaf.size for leaf in moments} == {1.0}
+    arguments = [compile_lowered(lower_step(made)).argument_bytes for made in (whole, sharded)]
+    saved = 2 * 4 * sum(size - -(-size // 8) for size in sizes)
+    assert arguments[0] - arguments[1] == pytest.approx(saved, rel=0.01)  # alignment
+
+
+def test_checkpoints_are_the_same_for_every_reducer(tmp_path: Path) -> None:
+    """Three steps in shards on three devices, then one on two whole; and back."""
+    sharded, whole = program("zero1", "adamw", 3), program("two_group", "adamw", 3)
+    for first, then in ((sharded, whole), (whole, sharded)):
+        checkpoints = open_checkpoints(tmp_path / f"from{first is whole}")
+        state = run(first, first.init())
+        save(checkpoints, first.forms.unload(state), {}, {}, None)
+        restored, _ = restore(checkpoints, then.forms.saved_shape, then.mesh, then.forms.saved_formats)
+        assert {leaf.shape for leaf in jax.tree.leaves(restored)} == {
+            leaf.shape for leaf in jax.tree.leaves(whole.forms.shape)
+        }
+        went_on = then.forms.unload(run(then, then.forms.load(restored), 1))
+        expected = first.forms.unload(run(first, state, 1))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=EXACT), went_on, expected)
+
+
+PARAMS = {"kernel": jax.ShapeDtypeStruct((300, 200), jnp.float32), "bias": jax.ShapeDtypeStruct((200,), jnp.float32)}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(1.0, 0.9, nesterov=True), optax.adam(1.0), optax.adamw(1.0, mask={"kernel": True, "bias": False}),
+     optax.clip(1.0), optax.rmsprop(1.0)],
+)  # fmt: skip
+def test_elementwise_optimizers_pass(optimizer: optax.GradientTransformation) -> None:
+    check_elementwise(optimizer, PARAMS)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.clip_by_global_norm(1.0),
+        optax.lars(1.0),
+        optax.lamb(1.0),
+        optax.adafactor(1.0),  # factored for large kernels alone
+        optax.adamw(1.0, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
+        optax.normalize_by_update_norm(),
+        optax.contrib.muon(1.0),
+    ],
+)
+def test_others_are_refused(optimizer: optax.GradientTransformation) -> None:
+    with pytest.raises(ValueError, match=r"reducer=zero1: .* use another reducer"):
+        check_elementwise(optimizer, PARAMS)
+
+
+def test_an_optimizer_of_ones_own() -> None:
+    config, mesh = tiny_config(reducer="zero1"), make_mesh("0-1")
+    own = make_program(config, mesh, dense_chain("sync"), optax.trace(0.9, nesterov=True))
+    same = replace(config, optim=OptimConfig(weight_decay=0.0))
+    configured = make_program(same, mesh, dense_chain("sync"))
+    states = [made.forms.unload(run(made, made.init(), 1)).params for made in (own, configured)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    with pytest.raises(ValueError, match="reducer=zero1"):
+        make_program(config, mesh, dense_chain("sync"), optax.clip_by_global_norm(1.0))
