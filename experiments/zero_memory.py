@@ -99,7 +99,7 @@ def sweep_programs(models: dict[str, tuple[int, ...]], here: bool) -> Iterator[d
 
 
 def _draw_model(state: Axes, total: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    sizes = list(dict.fromkeys(row["N"] for row in rows))
+    sizes = sorted({row["N"] for row in rows})
     for name, color in zip(OPTIMIZERS, ("#1f77b4", "#2ca02c"), strict=True):
         for reducer, style in zip(REDUCERS, ("s--", "o-"), strict=True):
             own = [row for row in rows if (row["optimizer"], row["reducer"]) == (name, reducer)]
@@ -107,6 +107,7 @@ def _draw_model(state: Axes, total: Axes, rows: Sequence[dict[str, Any]]) -> Non
             state.loglog(*points, style, color=color, label=f"{name}, {reducer}")
     state.set_xticks(sizes, [str(size) for size in sizes])
     state.minorticks_off()
+    state.set_xlim(0.8, 80)
     adamw = [row for row in rows if row["optimizer"] == "adamw"]
     places = np.array([sizes.index(row["N"]) + 0.42 * REDUCERS.index(row["reducer"]) for row in adamw])
     bottom = np.zeros(len(adamw))
@@ -133,8 +134,8 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
         axes[1, column].set_xlabel("world size N; left two_group, right zero1 (adamw)")
     axes[0, 0].set_ylabel("optimizer state of a device (MB)")
     axes[1, 0].set_ylabel("memory of a device (MB)")
-    axes[0, 0].legend(fontsize=8)
-    axes[1, 0].legend(fontsize=8, loc="lower left")
+    axes[0, 0].legend(fontsize=8, loc="lower left")
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS))
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
