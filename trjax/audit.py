@@ -139,7 +139,7 @@ def _contents(plan: Plan | None) -> dict[str, str]:
     found = {STATISTICS: "moments of a BatchNorm", COMBINED: "several, merged by the compiler", OTHER: "not planned"}
     for group in plan.groups if plan else ():
         kinds = Counter(region.kind.value[:2] for region in group.regions)
-        words = [f"{kinds['G_']} gradients"]
+        words = [f"{kinds['G_']} gradients"] * bool(kinds["G_"])
         words += ["results"] * kinds["R_"] + [f"{kinds['B_']} statistics"] * bool(kinds["B_"])
         found[group.name] = ", ".join(words)
     return found
