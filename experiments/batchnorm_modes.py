@@ -51,8 +51,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: mean loss of the last epoch's batches, test loss and top-1, seconds of the steps."""
+    """One run: mean loss of the first and of the last epoch's batches, test loss and top-1, seconds of the steps."""
 
+    first_loss: float
     train_loss: float
     test_loss: float
     test_top1: float
@@ -78,7 +79,8 @@ def run(config: Config, program: Program, seed: int) -> Outcome:
     for batch in eval_batches(test_source, config.global_batch):
         totals = program.accumulate(totals, state.params, state.batch_stats, program.place(batch))
     loss, top1, _, count = np.asarray(program.reduce_totals(totals), np.float64)
-    return Outcome(float(np.mean(losses[-steps_per_epoch:])), loss / count, top1 / count, np.array(seconds))
+    first_loss, train_loss = (float(np.mean(part)) for part in (losses[:steps_per_epoch], losses[-steps_per_epoch:]))
+    return Outcome(first_loss, train_loss, loss / count, top1 / count, np.array(seconds))
 
 
 def tabulate(config: Config, program: Program, outcomes: Sequence[Outcome], local_ms: float) -> dict[str, Any]:
@@ -95,6 +97,7 @@ def tabulate(config: Config, program: Program, outcomes: Sequence[Outcome], loca
         "lowest": round(min(top1), 2),
         "highest": round(max(top1), 2),
         "test loss": round(float(np.mean([outcome.test_loss for outcome in outcomes])), 4),
+        "epoch 1 loss": round(float(np.mean([outcome.first_loss for outcome in outcomes])), 6),
         "train loss": round(float(np.mean([outcome.train_loss for outcome in outcomes])), 4),
         "collectives": len(reduced),
         "reduced kB": round(sum(reduced) / 1e3, 1),
@@ -141,7 +144,7 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Draws accuracy, test loss, collectives and step time of the modes, a group of bars for each batch."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     top1, loss, calls, step = figure.subplots(2, 2).flat
-    _draw_bars(top1, rows, "top-1 %", "test top-1 (%): mean, and range over seeds", spread=True)
+    _draw_bars(top1, rows, "top-1 %", "test top-1 (%), range of seeds", spread=True)
     top1.set_ylim(max(0.0, 2 * min(row["lowest"] for row in rows) - 101), 100.5)
     _draw_bars(loss, rows, "test loss", "test loss (nats)")
     _draw_bars(calls, rows, "collectives", "collectives of a step")

@@ -236,7 +236,7 @@ def _draw_place(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
             bottom += max(0.0, row[f"{part} ms"])
         axes.bar(place + 0.28, row["communication only ms"], 0.2, color=COMMUNICATION)
         axes.text(place - 0.12, bottom, f"{row['both ms']:.1f}", ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(rows)), [row["program"] for row in rows])
+    axes.set_xticks(range(len(rows)), [row["program"] for row in rows], rotation=25)
     axes.set_title(rows[0]["where"], fontsize="medium")
     axes.margins(y=0.12)
 
