@@ -121,7 +121,7 @@ def check_overlap(rows: Rows) -> None:
 
 def check_batchnorm_modes(rows: Rows) -> None:
     assert [row["bn"] for row in rows] == ["local", "sync", "rank0"]
-    local, sync, rank0 = rows
+    local, _, rank0 = rows
     # Only what is kept for the evaluation differs between these two: the same is trained, to rounding, which grows.
     losses = [float(row["epoch 1 loss"]) for row in rows]
     assert losses[0] == pytest.approx(losses[2], abs=1e-5)

@@ -158,7 +158,9 @@ def ddp_buckets(bucket_bytes: int, rebuilt: bool, tensors: Sequence[Tensor]) -> 
 
     Before the first step buckets are filled in the order of registration, then their list is reversed. Afterwards
     they are rebuilt in the order in which gradients arrived: a layer's bias before its weight, the last layer first.
-    The first one filled holds 1 MiB, the others `bucket_bytes`; with 0 every gradient is a bucket.
+    The first one filled holds 1 MiB, the others `bucket_bytes`; with 0 every gradient is a bucket. PyTorch itself uses
+    the first list with `find_unused_parameters` only (without, its first step has a single bucket), and the limit of 1
+    MiB only where `bucket_cap_mb` is left at 25.
 
     Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020; torch 2.13.
     """

@@ -186,11 +186,11 @@ class Config:
     """BatchNorm over each device's batch, or over the global batch; running statistics: the mean over the devices,
     with rank0 those of the first device, as DistributedDataParallel keeps them."""
     reducer: Reducing = "two_group"
-    """How gradients are summed. Auto: in groups that the link is predicted to need; ddp: in PyTorch's buckets (as
-    rebuilt after its first step; ddp_initial: before); ring, hierarchical: written out; zero1: to shards, whose
-    owner updates them."""
+    """How gradients are summed. Auto: in groups that the link is predicted to need; ddp: in PyTorch's buckets, as
+    rebuilt after its first step (ddp_initial: as first assigned); ring, hierarchical: written out; zero1: to shards,
+    whose owner updates them."""
     bucket_mb: float = 25.0
-    """MiB of a bucket of ddp; the first one filled holds at most 1."""
+    """MiB of a bucket of ddp; the first one filled holds at most 1, whatever this is."""
     comm_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type in which gradients are summed; they are divided by the global batch before, so that sums fit."""
     accumulate: int = 1

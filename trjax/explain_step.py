@@ -82,18 +82,19 @@ def format_plan(plan: Plan) -> str:
     header = ["group", "regions", "parameters", "elements", "bytes", "launched after the backward of"]
     size_bytes = sum(group.size_bytes for group in plan.groups)
     sums = f"{parameters:,} parameters, {size_bytes:,} bytes in {len(plan.groups)} groups"
-    if (shards := plan.groups[0].shards) > 1:
+    if (shards := plan.shards) > 1:
         sums += f", each in {shards} shards: offsets are those in a shard, which holds 1/{shards} of every tensor"
     return f"{regions}\n\n{format_table(header, totals)}\n\n{sums}"
 
 
-def format_choice(groupings: Mapping[str, tuple[Plan, float]], chosen: str) -> str:
+def format_choice(groupings: Mapping[str, tuple[Plan, float | None]], chosen: str) -> str:
     """Returns what the cost model predicts for each way of grouping, and the one that the run takes."""
     lines = []
     for reducer, (plan, exposed) in groupings.items():
         launches = ", ".join(dict.fromkeys(group.launch_after for group in plan.groups))
         taken = "  (this run)" if reducer == chosen else ""
-        lines.append(f"{reducer}: {exposed * 1e3:.2f} ms exposed as planned, launched after {launches}{taken}")
+        waits = "not one AllReduce a group" if exposed is None else f"{exposed * 1e3:.2f} ms exposed as planned"
+        lines.append(f"{reducer}: {waits}, launched after {launches}{taken}")
     return "\n".join(lines)
 
 
@@ -150,8 +151,10 @@ def _prepare(config: Config, options: StepOptions) -> Mesh:
     if options.attached:
         if options.target or options.topology:
             raise ValueError("attached: the devices of this machine are read; leave out --target and --topology")
-        start_platform(config.platform, config.devices)
+        start_platform(config.platform, config.devices, config.nccl)
         return make_mesh(config.devices, config.hosts)
+    if config.hosts:
+        raise ValueError("hosts: for a target, --topology says how many there are; leave out --hosts")
     target, topology = find_target(options.target or "h100"), parse_topology(options.topology or "1x8")
     split_batch(config.global_batch, topology.world_size)
     start_platform("cpu", "all")

@@ -36,14 +36,15 @@ class SegmentCost:
     gradient_bytes: int
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def list_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, and of those that it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for parameter in equation.params.values():
             for inner in parameter if isinstance(parameter, list | tuple) else (parameter,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
+                    yield from list_equations(inner)
 
 
 def _backward_seconds(equation: Any, machine: Machine, num_gradients: int) -> float:
@@ -86,7 +87,7 @@ def predict_segments(
         trace = jax.make_jaxpr(forward, return_shape=True)
         jaxpr, (x, _) = trace(params[name], batch_stats[name], x, mask=mask, key=key)
         num_gradients = 2 if costs else 1  # nobody asks for the gradient of the images
-        seconds = sum(_backward_seconds(equation, machine, num_gradients) for equation in _equations(jaxpr.jaxpr))
+        seconds = sum(_backward_seconds(equation, machine, num_gradients) for equation in list_equations(jaxpr.jaxpr))
         size_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in name_leaves(params[name]).values())
         costs.append(SegmentCost(name, seconds, size_bytes))
     return tuple(costs)

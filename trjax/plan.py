@@ -85,9 +85,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """All groups, in the order in which they are launched."""
+    """All groups, in the order in which they are launched; and the chain's segments, in forward order."""
 
     groups: tuple[Group, ...]
+    segments: tuple[str, ...]
 
     @property
     def offsets_bytes(self) -> tuple[int, ...]:
@@ -102,6 +103,11 @@ class Plan:
     def regions(self) -> tuple[Region, ...]:
         """The regions of all groups, in memory order."""
         return tuple(region for group in self.groups for region in group.regions)
+
+    @property
+    def shards(self) -> int:
+        """Parts into which every buffer is laid out."""
+        return self.groups[0].shards
 
     @property
     def trained(self) -> frozenset[str]:
@@ -271,4 +277,4 @@ def make_plan(
             _tile(name, members, segments[launch_segment], dtypes.get(name, "float32"), conv_order,
                   alignment_bytes // 4, shards)
         )  # fmt: skip
-    return Plan(tuple(tiled))
+    return Plan(tuple(tiled), tuple(segments))

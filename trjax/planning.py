@@ -10,8 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from trjax.buckets import Kind, at_launches, find_frozen
+from trjax.buckets import ITEM_BYTES, Kind, at_launches, find_frozen, natural
 from trjax.chain import Chain
+from trjax.collectives import all_reduce
 from trjax.config import Config, Reducing
 from trjax.cost import Machine, Topology, make_machine
 from trjax.grouping import INDIFFERENT_SECONDS, SegmentCost, choose_launches, predict_exposed, predict_segments
@@ -124,20 +125,32 @@ def plan_run(config: Config, shapes: Shapes, machine: Machine, conv_order: ConvO
     return plan_for(split=reducer.split)
 
 
+def _has_backward(plan: Plan, statistic: str) -> bool:
+    """Tells whether the backward goes through a normalisation: something below it is trained."""
+    layer, lowest = statistic.rpartition("/")[0], plan.segments.index(plan.groups[-1].launch_after)
+    segment = plan.segments.index(layer.partition("/")[0])
+    in_segment = [name for name in plan.trained if name.startswith(f"{plan.segments[segment]}/")]
+    below = any(natural(name.rpartition("/")[0]) < natural(layer) for name in in_segment)
+    return segment > lowest or (segment == lowest and below)
+
+
 def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
     """Returns the collectives that a run's step should compile to.
 
-    With `bn=sync` every layer's moments are reduced, in forward and in backward; where the optimizer needs norms of
-    parameters that are spread over the devices, their squares are: one for the clip, two of every parameter for lars.
+    With `bn=sync` every layer's moments are reduced, in forward and, above what is frozen, in backward. Where the
+    optimizer needs norms of parameters that are spread over the devices, their squares are: one for the clip, two of
+    every parameter for lars.
     """
     if topology.world_size == 1:
         return Expected(plan)
     reducer = make_reducer(config)
-    groups = Counter((group.name, *call) for group in plan.groups for call in reducer.calls(group.size_bytes, topology))
+    groups = Counter((group.name, *call) for group in plan.groups for call in reducer.calls(group, topology))
     others: Counter[int] = Counter()
     for region in plan.regions:
         if config.bn == "sync" and region.kind is Kind.B_NEXT_MEAN:
-            others.update(config.accumulate * (4 * (2 * region.size_elements + 1), 4 * 2 * region.size_elements))
+            moments_bytes = 2 * ITEM_BYTES * region.size_elements
+            others[moments_bytes + ITEM_BYTES] += config.accumulate  # with the count
+            others[moments_bytes] += config.accumulate * _has_backward(plan, region.name)
     if reducer.sharded and config.optim.clip_norm:
         others[4] += 1
     if reducer.sharded and config.optim.kind == "lars":
@@ -147,12 +160,16 @@ def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
 
 def compare_groupings(
     config: Config, shapes: Shapes, machine: Machine, conv_order: ConvOrder
-) -> dict[str, tuple[Plan, float]]:
-    """Returns the plans of the run's reducer and of the usual ones, and the exposed seconds predicted for each."""
+) -> dict[str, tuple[Plan, float | None]]:
+    """Returns the plans of the run's reducer and of the usual ones, and the exposed seconds predicted for each.
+
+    None for a reducer that is not one AllReduce a group: only its compiled program tells.
+    """
     costs = _costs(config, shapes, machine)
     usual: tuple[Reducing, ...] = ("two_group", "auto", "ddp")
-    plans: dict[str, tuple[Plan, float]] = {}
+    plans: dict[str, tuple[Plan, float | None]] = {}
     for name in dict.fromkeys((*usual, config.reducer)):
-        plan = plan_run(replace(config, reducer=name), shapes, machine, conv_order)
-        plans[name] = plan, _exposed(costs, plan, machine)
+        run = replace(config, reducer=name)
+        plan = plan_run(run, shapes, machine, conv_order)
+        plans[name] = plan, _exposed(costs, plan, machine) if make_reducer(run).launch is all_reduce else None
     return plans

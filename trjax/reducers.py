@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from trjax import collectives
-from trjax.buckets import MIB_BYTES, Split, ddp_buckets, one_each, one_group, two_groups
+from trjax.buckets import ITEM_BYTES, MIB_BYTES, Split, ddp_buckets, one_each, one_group, two_groups
 from trjax.collectives import Launch
 from trjax.config import Config
 from trjax.cost import Topology
+from trjax.plan import Group
 
 Call = tuple[str, int]
 """A collective that the program should hold: its opcode, and the bytes that each device hands in."""
@@ -21,7 +22,7 @@ class Reducer:
     Attributes:
         split: which gradients form a group.
         launch: sums a group, to the whole on every device or to this device's shard of it.
-        calls: collectives of one group, from its bytes and the topology.
+        calls: collectives of one group on a topology; what has one participant is none.
         sharded: `launch` gives shards, whose owner updates them.
         ordinary: as programs are usually written: results and statistics by themselves, in no order, and with the
             compiler's own options.
@@ -30,34 +31,38 @@ class Reducer:
 
     split: Split
     launch: Launch
-    calls: Callable[[int, Topology], Sequence[Call]]
+    calls: Callable[[Group, Topology], Sequence[Call]]
     sharded: bool = False
     ordinary: bool = False
     written_out: bool = False
 
 
-def _one_call(size_bytes: int, _topology: Topology) -> list[Call]:
-    return [("all-reduce", size_bytes)]
+def _one_call(group: Group, _topology: Topology) -> list[Call]:
+    return [("all-reduce", group.size_bytes)]
 
 
-def _part(size_bytes: int, parts: int) -> int:
-    """Returns the bytes of one of equal parts of float32 elements, padding included."""
-    return 4 * -(-size_bytes // (4 * parts))
+def _part_bytes(group: Group, parts: int) -> int:
+    """Returns the bytes of one of equal parts of a group, padding included."""
+    return group.itemsize_bytes * -(-group.size_elements // parts)
 
 
-def _ring_calls(size_bytes: int, topology: Topology) -> list[Call]:
+def _ring_calls(group: Group, topology: Topology) -> list[Call]:
     world_size = topology.world_size
-    return [("collective-permute", _part(size_bytes, world_size))] * (2 * (world_size - 1))
+    return [("collective-permute", _part_bytes(group, world_size))] * (2 * (world_size - 1))
 
 
-def _hierarchical_calls(size_bytes: int, topology: Topology) -> list[Call]:
-    local = topology.gpus_per_host
-    shard_bytes = _part(size_bytes, local)
-    return [("reduce-scatter", local * shard_bytes), ("all-reduce", shard_bytes), ("all-gather", shard_bytes)]
+def _hierarchical_calls(group: Group, topology: Topology) -> list[Call]:
+    local, shard_bytes = topology.gpus_per_host, _part_bytes(group, topology.gpus_per_host)
+    across = [("all-reduce", shard_bytes)] if topology.hosts > 1 else []
+    if local == 1:
+        return across
+    return [("reduce-scatter", local * shard_bytes), *across, ("all-gather", shard_bytes)]
 
 
-def _shard_calls(size_bytes: int, topology: Topology) -> list[Call]:
-    return [("reduce-scatter", size_bytes), ("all-gather", size_bytes // topology.world_size)]
+def _shard_calls(group: Group, topology: Topology) -> list[Call]:
+    """The new parameters are gathered in float32, whatever the gradients are summed in."""
+    gathered_bytes = ITEM_BYTES * group.size_elements // topology.world_size
+    return [("reduce-scatter", group.size_bytes), ("all-gather", gathered_bytes)]
 
 
 def make_reducer(config: Config) -> Reducer:
