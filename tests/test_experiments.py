@@ -25,10 +25,10 @@ def check_sweep_world_size(rows: Rows) -> None:
 
 def check_compare_programs(rows: Rows) -> None:
     by_program = {(row["bn"], row["program"]): row for row in rows}
-    names = [("local", "per_leaf"), ("local", "two_group"), ("local", "auto")]
+    names = [("local", "pmean"), ("local", "two_group"), ("local", "auto")]
     assert list(by_program) == [*names, ("sync", "automatic"), ("sync", "two_group"), ("sync", "auto")]
     # The model is so small that the compiler combines all leaves: one AllReduce, behind everything.
-    ordinary, ours = by_program["local", "per_leaf"], by_program["local", "two_group"]
+    ordinary, ours = by_program["local", "pmean"], by_program["local", "two_group"]
     assert (ordinary["AllReduces"], ordinary["blocking"]) == ("1", "1")
     assert (ours["AllReduces"], ours["blocking"], ours["transposes"]) == ("2", "0", "0")
     assert float(ours["exposed ms"]) < float(ordinary["exposed ms"])
@@ -37,6 +37,21 @@ def check_compare_programs(rows: Rows) -> None:
         assert 0 <= float(row["gradients exposed ms"]) <= float(row["exposed ms"]) <= float(row["communication ms"])
         parts = float(row["compute ms"]) + float(row["exposed ms"])
         assert float(row["step ms"]) == pytest.approx(parts, abs=0.02)  # of two decimals each
+
+
+def check_scaling_forecast(rows: Rows) -> None:
+    sizes, programs = (1, 64, 256), ("pmean", "per_leaf", "two_group", "auto")
+    assert [(row["GPUs"], row["program"]) for row in rows] == [(str(n), name) for n in sizes for name in programs]
+    for row in rows:
+        exposed, step = float(row["exposed ms"]), float(row["step ms"])
+        assert step == pytest.approx(float(row["compute ms"]) + exposed, abs=0.02)  # of two decimals each
+        assert float(row["images/s"]) == pytest.approx(128 * int(row["GPUs"]) * 1e3 / step, rel=0.015)
+        assert float(row["efficiency %"]) == pytest.approx(100 * (1 - exposed / step), abs=0.5)
+    exposed_ms = {(int(row["GPUs"]), row["program"]): float(row["exposed ms"]) for row in rows}
+    for name in programs:
+        assert 0 == exposed_ms[1, name] < exposed_ms[64, name] < exposed_ms[256, name]  # the link's latency
+    assert all(exposed_ms[n, "auto"] < exposed_ms[n, "two_group"] for n in sizes[1:])
+    assert rows[3]["launched after"] == "stage1_block1, stem" != rows[-1]["launched after"]
 
 
 def check_collective_algorithms(rows: Rows) -> None:
@@ -106,18 +121,19 @@ def check_overlap(rows: Rows) -> None:
 
 def check_batchnorm_modes(rows: Rows) -> None:
     assert [row["bn"] for row in rows] == ["local", "sync", "rank0"]
+    local, _, rank0 = rows
     # Only what is kept for the evaluation differs between these two: the same is trained, to rounding, which grows.
     losses = [float(row["epoch 1 loss"]) for row in rows]
     assert losses[0] == pytest.approx(losses[2], abs=1e-5)
     assert abs(losses[0] - losses[1]) > 1e-4
-    assert rows[0]["test loss"] != rows[2]["test loss"]
+    assert local["test loss"] != rank0["test loss"]
     # Two groups, and with sync an AllReduce a layer and direction: 7 layers.
     assert [row["collectives"] for row in rows] == ["2", "16", "2"]
     assert all(20 < float(row["top-1 %"]) <= 100 for row in rows)  # two epochs; guessing gives 10
 
 
 CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
-CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes]
+CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes, check_scaling_forecast]
 
 
 @pytest.mark.slow
@@ -142,6 +158,7 @@ def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
         ("batchnorm_modes", ["--epochs", "0"], "epochs=0, seeds=3: must be positive"),
         ("batchnorm_modes", ["--global-batches", "30"], "global_batch=30 is not divisible by world_size=8"),
         ("zero_memory", ["--quick", "--out", "file"], "File exists: 'file'"),
+        ("scaling_forecast", ["--gpus", "100"], "gpus=100: must be a power of two from 8 to 16384"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -157,7 +174,7 @@ def test_mistakes_are_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bn", "name"), [("local", "per_leaf"), ("sync", "automatic")])
+@pytest.mark.parametrize(("bn", "name"), [("local", "pmean"), ("sync", "automatic")])
 def test_ordinary_programs_compute_the_same(bn: str, name: str) -> None:
     config, program = tiny_config(bn=bn), tiny_program(8, bn=bn)
     make_ordinary_step = runpy.run_path(str(FOLDER / "compare_programs.py"))["make_ordinary_step"]
