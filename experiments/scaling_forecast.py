@@ -201,7 +201,7 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     ]
     title_of_legend = "measured: by others, with other programs and mostly on other hardware"
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize="small", title=title_of_legend)
-    figure.suptitle(title)
+    figure.suptitle(title, fontsize="large" if columns > 1 else "small")
     figure.savefig(path, dpi=150)
 
 
