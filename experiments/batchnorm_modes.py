@@ -144,7 +144,7 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Draws accuracy, test loss, collectives and step time of the modes, a group of bars for each batch."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     top1, loss, calls, step = figure.subplots(2, 2).flat
-    _draw_bars(top1, rows, "top-1 %", "test top-1 (%), range of seeds", spread=True)
+    _draw_bars(top1, rows, "top-1 %", "test top-1 (%), range of seeds (cut below)", spread=True)
     top1.set_ylim(max(0.0, 2 * min(row["lowest"] for row in rows) - 101), 100.5)
     _draw_bars(loss, rows, "test loss", "test loss (nats)")
     _draw_bars(calls, rows, "collectives", "collectives of a step")
