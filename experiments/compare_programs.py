@@ -10,12 +10,8 @@ With BatchNorm over the global batch (`sync`):
     two_group, auto
 """
 
-import csv
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +19,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
-import tyro
 from jax.sharding import Mesh
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from report import announce, main, progress, write_rows
 
 from trjax.audit import Audit, audit
 from trjax.backward import score
@@ -48,7 +44,6 @@ from trjax.options import probe_options
 from trjax.planning import expect
 from trjax.presets import preset_config
 from trjax.program import lower_step, make_chain, make_program, shape_run
-from trjax.records import format_table
 from trjax.state import TrainState
 from trjax.targets import compile_config, find_target
 
@@ -217,9 +212,8 @@ def compare(options: Options) -> None:
     start_platform("cpu", "all")
     preset, local_batch = ("cifar10-resnet20", 128) if options.quick else ("imagenet-resnet50", 256)
     machines = list(MACHINES.items())[: 1 if options.quick else None]
-    options.out.mkdir(parents=True, exist_ok=True)
-    print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}")
     target = find_target("h100")
+    announce(f"compiled for {target.name.upper()}s that are not here", options.out)
     rows: list[dict[str, Any]] = []
     for (where, (hosts_by_gpus, link_gbytes)), bn in product(machines, PROGRAMS):
         topology = parse_topology(hosts_by_gpus)
@@ -227,24 +221,16 @@ def compare(options: Options) -> None:
         machine = make_machine(target, topology, link_gbytes)
         config = replace(preset_config(preset), global_batch=local_batch * mesh.size, link_gbytes=link_gbytes, bn=bn)
         for name in PROGRAMS[bn]:
-            print(f"{where}, bn={bn}, {name}: compiling ...", file=sys.stderr)
+            progress(f"{where}, bn={bn}, {name}: compiling ...")
             found = inspect(config, name, mesh, machine)
             for verdict in found.verdicts:
                 if not verdict.ok:
-                    print(f"  not as planned: {verdict.text}", file=sys.stderr)
+                    progress(f"  not as planned: {verdict.text}")
             rows.append({"machine": where, "bn": bn, "program": name} | tabulate(found, bn == "sync"))
-    print(format_table(list(rows[0]), [list(row.values()) for row in rows]))
-    with (options.out / "compare_programs.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(options.out / "compare_programs.csv", rows)
     title = f"{preset} on {target.name.upper()}s, {local_batch} images each: predicted from what compiles"
     draw(options.out / "compare_programs.png", title, rows)
 
 
 if __name__ == "__main__":
-    try:
-        compare(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,)))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    main(compare, Options)

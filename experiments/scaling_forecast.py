@@ -137,12 +137,12 @@ def forecast(
         for program in PROGRAMS:
             name, launches = choose(here, shapes, machine) if program == "auto" else (program, "")
             # One GPU waits for nothing, whatever it was compiled for; per size only `auto`'s groups differ.
-            compile_for = machine if world_size > 1 else machine_at(variant, sizes[1])
-            scope = "one host" if compile_for.topology.hosts == 1 else "hosts"
+            compiled_on = machine if world_size > 1 else machine_at(variant, sizes[1])
+            scope = "one host" if compiled_on.topology.hosts == 1 else "hosts"
             key = (variant.target, scope, name, launches if name == "auto" else "")
             if key not in compiled:
                 compiled[key] = compile_step(
-                    replace(here, global_batch=local_batch * compile_for.topology.world_size), name, compile_for
+                    replace(here, global_batch=local_batch * compiled_on.topology.world_size), name, compiled_on
                 )
             total = replay_on(machine, compiled[key], here).summary
             yield {

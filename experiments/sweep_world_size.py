@@ -4,21 +4,18 @@ Training amplifies rounding; a control shows how far: the first size again, from
 """
 
 import os
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import jax
 import numpy as np
-import tyro
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from report import announce, main
 
 from trjax.audit import audit
 from trjax.compiled import compile_lowered
@@ -150,11 +147,10 @@ def sweep(options: Options) -> None:
         )
     config = replace(preset_config("digits"), bn=options.bn, global_batch=options.global_batch)
     where = f"{present[0].platform} ({present[0].device_kind}), {os.cpu_count()} CPU cores"
-    print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, trjax {version('trjax')}, {where}")
+    announce(where, options.out)
     if present[0].platform == "cpu":
         print("CPU devices share the cores: ideal is a relative throughput of 1 at every N, not an efficiency of 1")
         print("predicted for devices of their own, from what compiles, with data-sheet numbers of a CPU not measured")
-    options.out.mkdir(parents=True, exist_ok=True)
     (seconds, losses), predicted = measure(config, sizes, 20 if options.quick else options.steps)
     difference = np.abs(losses / losses[0] - 1)
     rows = tabulate(sizes, seconds, predicted, difference, config.global_batch)
@@ -165,8 +161,4 @@ def sweep(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sweep(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,)))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    main(sweep, Options)

@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from machines import h100s, mesh_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, write_rows
 
 from trjax.config import Config, ModelConfig, OptimConfig, Reducing
-from trjax.mesh import make_mesh, make_topology_mesh, start_platform
+from trjax.mesh import make_mesh, start_platform
 from trjax.presets import preset_config
 from trjax.program import lower_step, make_program
-from trjax.targets import compile_config, find_target
 
 MODELS: dict[str, tuple[int, ...]] = {"resnet20": (1, 2, 4, 8, 16, 64), "resnet50": (1, 8, 64), "resnet152": (8,)}
 """Models, and the world sizes that they are compiled for: hosts of eight GPUs."""
@@ -82,7 +82,7 @@ def measure(config: Config, mesh: Mesh) -> dict[str, float]:
 def _mesh(world_size: int, here: bool) -> Mesh:
     if here:
         return make_mesh(f"0-{world_size - 1}")
-    return make_topology_mesh(compile_config(find_target("h100")), max(1, world_size // 8), min(world_size, 8))
+    return mesh_of(h100s(f"{max(1, world_size // 8)}x{min(world_size, 8)}"))
 
 
 def sweep_programs(models: dict[str, tuple[int, ...]], here: bool) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The staged backward: one pullback per segment, run in reverse, each group summed when it is complete."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -126,7 +126,6 @@ def _accumulate(
     Returns:
         Every group's buffer, float32, with zeros for the BatchNorm statistics; and these.
     """
-    groups = [replace(group, dtype="float32") for group in recipe.plan.groups]
 
     def run(carry: tuple[dict[str, jax.Array], Any], micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         sums, stats = carry
@@ -135,13 +134,13 @@ def _accumulate(
 
         def add(group: Group, leaves: Leaves) -> None:
             none = {region.name: jnp.zeros(region.shape) for region in group.regions if region.kind in STATISTICS}
-            sums[group.name] += flatten(replace(group, dtype="float32"), {**leaves, **none})
+            sums[group.name] += flatten(group, {**leaves, **none}, dtype="float32")
 
         block_key = jax.random.fold_in(key, index)
         stats = _differentiate(recipe, params, stats, prepare(block), block, block_key, add)
         return (sums, stats), None
 
-    zeros = {group.name: collectives.vary(jnp.zeros(group.size_elements)) for group in groups}
+    zeros = {group.name: collectives.vary(jnp.zeros(group.size_elements)) for group in recipe.plan.groups}
     carry, _ = jax.lax.scan(run, (zeros, batch_stats), (jnp.arange(recipe.micro_batches - 1), blocks))
     return carry
 
@@ -203,9 +202,10 @@ def reduce_gradients(
 
     def launch(group: Group, leaves: Leaves) -> None:
         nonlocal previous
-        buffer = flatten(group if not carried else replace(group, dtype="float32"), leaves, share)
         if carried:
-            buffer = (buffer + carried[group.name]).astype(group.dtype)
+            buffer = (flatten(group, leaves, share, "float32") + carried[group.name]).astype(group.dtype)
+        else:
+            buffer = flatten(group, leaves, share)
         with jax.named_scope(f"all_reduce_{group.name}"):  # by which a reader of the program knows it
             previous = sums[group.name] = recipe.launch(buffer, previous)
 

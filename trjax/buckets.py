@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 
 ITEM_BYTES = 4
 """Of a gradient as it is made, float32: what bucket limits count."""
@@ -75,12 +76,6 @@ def registration_key(tensor: Tensor) -> tuple[object, ...]:
     return tensor.segment, natural(parent), leaf == "bias", natural(leaf)
 
 
-def _by(key: Callable[[Tensor], int], names: Callable[[int], list[str]], tensors: Sequence[Tensor]) -> Groups:
-    present = sorted({key(tensor) for tensor in tensors})
-    members = [[tensor for tensor in tensors if key(tensor) == index] for index in present]
-    return dict(zip(names(len(present)), members, strict=True))
-
-
 def find_frozen(tensors: Sequence[Tensor], patterns: Sequence[str]) -> frozenset[str]:
     """Returns the names of the parameters that the patterns name.
 
@@ -119,8 +114,11 @@ def at_launches(segments: Sequence[int], tensors: Sequence[Tensor]) -> Groups:
     The groups are `deep1`, `deep2`, ... and `first`, which waits for the first segment.
     """
     ends = sorted({*segments, 0}, reverse=True)
-    names = lambda count: [f"deep{index}" for index in range(1, count)] + ["first"]  # noqa: E731
-    return _by(lambda tensor: sum(end > tensor.segment for end in ends), names, tensors)
+    runs = [
+        [tensor for tensor in tensors if end <= tensor.segment < before] for before, end in pairwise([math.inf, *ends])
+    ]
+    *deep, first = filter(None, runs)
+    return {f"deep{index}": run for index, run in enumerate(deep, 1)} | {"first": first}
 
 
 def one_group(tensors: Sequence[Tensor]) -> Groups:

@@ -91,6 +91,14 @@ def make_optimizer(optim: OptimConfig, params_shape: Any, sum_shards: Sum = _who
     return optax.chain(*clip, decay, momentum) if optim.decay == "l2" else optax.chain(*clip, momentum, decay)
 
 
+def apply_optimizer(
+    optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any, learning_rate: jax.Array
+) -> tuple[Any, Any]:
+    """Returns the new parameters, or parts of them, and the new state of an optimizer for a learning rate of one."""
+    updates, opt_state = optimizer.update(gradients, opt_state, params)
+    return optax.apply_updates(params, jax.tree.map(lambda update: -learning_rate * update, updates)), opt_state
+
+
 def make_learning_rates(optim: OptimConfig, epochs: int, steps_per_epoch: int, global_batch: int) -> np.ndarray:
     """Returns the learning rate of every step of the run, float32, shape (epochs * steps_per_epoch,).
 

@@ -42,7 +42,23 @@ def join_shards(region: Region, rows: jax.Array) -> jax.Array:
     return _logical(region, whole)
 
 
-def flatten(group: Group, leaves: Mapping[str, jax.Array], share: jax.Array | float = 1.0) -> jax.Array:
+def _tile(group: Group, pieces: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Returns what lies in a buffer, or in each of its shards, in memory order: two arrays a region, and the end.
+
+    Before every region's piece, shape (..., shard_elements), lie the zeros of its alignment; zeros fill up the end.
+    """
+    first = next(iter(pieces.values()))
+    zeros = lambda elements: jnp.zeros((*first.shape[:-1], elements), first.dtype)  # noqa: E731
+    parts, end = [], 0
+    for region in group.regions:
+        parts += [zeros(region.offset_elements - end), pieces[region.name]]
+        end = region.offset_elements + region.shard_elements
+    return [*parts, zeros(group.size_elements // group.shards - end)]
+
+
+def flatten(
+    group: Group, leaves: Mapping[str, jax.Array], share: jax.Array | float = 1.0, dtype: str = ""
+) -> jax.Array:
     """Returns the group's buffer, 1-D, with every region's tensor in its physical order at its offset.
 
     On a GPU the concatenation writes straight into the buffer that the AllReduce works on, and casts on the way.
@@ -51,22 +67,21 @@ def flatten(group: Group, leaves: Mapping[str, jax.Array], share: jax.Array | fl
         group: where the tensors go.
         leaves: tensors by name.
         share: weight of this device's BatchNorm statistics in the sum, float32, shape ().
+        dtype: of the buffer, in place of the group's.
     """
-    rows = (group.shards,) if group.shards > 1 else ()
-    gradients: list[jax.Array] = []
-    statistics: list[jax.Array] = []
-    end = 0
-    for region in group.regions:
-        pieces = statistics if region.kind in STATISTICS else gradients
-        pieces.append(jnp.zeros((*rows, region.offset_elements - end), group.dtype))
+
+    def piece(region: Region) -> jax.Array:
         leaf = leaves[region.name]
-        pieces.append((spread_shards(region, leaf, *rows) if rows else _physical(region, leaf)).astype(group.dtype))
-        end = region.offset_elements + region.shard_elements
-    padding = jnp.zeros((*rows, group.size_elements // group.shards - end), group.dtype)
-    if not statistics:
-        return _concatenate([*gradients, padding]).reshape(-1)
+        laid_out = _physical(region, leaf) if group.shards == 1 else spread_shards(region, leaf, group.shards)
+        return laid_out.astype(dtype or group.dtype)
+
+    parts = _tile(group, {region.name: piece(region) for region in group.regions})
+    num_statistics = sum(region.kind in STATISTICS for region in group.regions)
+    if not num_statistics:
+        return _concatenate(parts).reshape(-1)
     # Weighted as one vector: XLA splits concatenations of more than 128 arrays, and would move the gradients twice.
-    return _concatenate([*gradients, _concatenate([*statistics, padding]) * share]).reshape(-1)
+    split = 2 * (len(group.regions) - num_statistics)  # they are the last regions
+    return _concatenate([*parts[:split], _concatenate(parts[split:]) * share]).reshape(-1)
 
 
 def cut(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
@@ -98,9 +113,4 @@ def flatten_shard(group: Group, pieces: Mapping[str, jax.Array]) -> jax.Array:
         group: where the tensors go.
         pieces: shape (shard_elements,) each, by name.
     """
-    parts, end = [], 0
-    for region in group.regions:
-        parts += [jnp.zeros(region.offset_elements - end), pieces[region.name]]
-        end = region.offset_elements + region.shard_elements
-    parts.append(jnp.zeros(group.size_elements // group.shards - end))
-    return _concatenate(parts)
+    return _concatenate(_tile(group, pieces))

@@ -106,7 +106,13 @@ def _choose(plan_for: Callable[..., Plan], shapes: Shapes, costs: Sequence[Segme
     return chosen if saved > INDIFFERENT_SECONDS else two_groups
 
 
-def plan_run(config: Config, shapes: Shapes, machine: Machine, conv_order: ConvOrder) -> Plan:
+def plan_run(
+    config: Config,
+    shapes: Shapes,
+    machine: Machine,
+    conv_order: ConvOrder,
+    costs: Sequence[SegmentCost] | None = None,
+) -> Plan:
     """Returns the plan of a run, the same on every process.
 
     Args:
@@ -114,6 +120,7 @@ def plan_run(config: Config, shapes: Shapes, machine: Machine, conv_order: ConvO
         shapes: of its model.
         machine: what it runs on.
         conv_order: physical order of kernels.
+        costs: of the segments, if they are known: `auto` then need not trace them.
 
     Raises:
         ValueError: the global batch is not divisible by the number of devices, or `freeze` cannot be.
@@ -121,7 +128,7 @@ def plan_run(config: Config, shapes: Shapes, machine: Machine, conv_order: ConvO
     reducer = make_reducer(config)
     plan_for = _planner(config, reducer, shapes, machine.topology.world_size, conv_order)
     if config.reducer == "auto":
-        return _choose(plan_for, shapes, _costs(config, shapes, machine), machine)
+        return _choose(plan_for, shapes, costs or _costs(config, shapes, machine), machine)
     return plan_for(split=reducer.split)
 
 
@@ -152,9 +159,9 @@ def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
             others[moments_bytes + ITEM_BYTES] += config.accumulate  # with the count
             others[moments_bytes] += config.accumulate * _has_backward(plan, region.name)
     if reducer.sharded and config.optim.clip_norm:
-        others[4] += 1
+        others[ITEM_BYTES] += 1
     if reducer.sharded and config.optim.kind == "lars":
-        others[4 * 2 * len(plan.trained)] += 1
+        others[2 * ITEM_BYTES * len(plan.trained)] += 1
     return Expected(plan, groups, others)
 
 
@@ -170,6 +177,6 @@ def compare_groupings(
     plans: dict[str, tuple[Plan, float | None]] = {}
     for name in dict.fromkeys((*usual, config.reducer)):
         run = replace(config, reducer=name)
-        plan = plan_run(run, shapes, machine, conv_order)
+        plan = plan_run(run, shapes, machine, conv_order, costs)
         plans[name] = plan, _exposed(costs, plan, machine) if make_reducer(run).launch is all_reduce else None
     return plans

@@ -22,7 +22,7 @@ from trjax.optim import make_optimizer
 from trjax.options import USER_BUFFERS, Options, probe_options
 from trjax.plan import NUM_RESULTS, Plan, select_leaves
 from trjax.planning import Shapes, machine_of, plan_run
-from trjax.reducers import make_reducer
+from trjax.reducers import Reducer, make_reducer
 from trjax.resnet import make_resnet
 from trjax.state import init_state
 from trjax.step import make_evaluation, make_train_step, train_split
@@ -105,11 +105,10 @@ def shape_batch(spec: DataSpec, *dims: int) -> Batch:
 
 
 def _make_optimizers(
-    config: Config, shapes: Shapes, plan: Plan, optimizer: optax.GradientTransformation | None
+    config: Config, shapes: Shapes, plan: Plan, optimizer: optax.GradientTransformation | None, sharded: bool
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """Returns the optimizer of whole parameters, and that of the part that a device updates: often the same."""
     trained = select_leaves(shapes.params, plan.trained)
-    sharded = make_reducer(config).sharded
     if optimizer is not None:
         if sharded:
             check_elementwise(optimizer, trained)
@@ -118,9 +117,8 @@ def _make_optimizers(
     return make_optimizer(config.optim, trained), make_optimizer(config.optim, trained, *sums)
 
 
-def make_recipe(config: Config, chain: Chain, plan: Plan) -> Recipe:
+def _make_recipe(config: Config, reducer: Reducer, chain: Chain, plan: Plan) -> Recipe:
     """Returns how the gradients of a run's step come about."""
-    reducer = make_reducer(config)
     return Recipe(
         chain,
         plan,
@@ -138,13 +136,13 @@ def _train_dims(config: Config) -> tuple[int, ...]:
     return (config.global_batch,) if micro_batches == 1 else (micro_batches, config.global_batch // micro_batches)
 
 
-def _step_options(config: Config, plan: Plan, mesh: Mesh) -> Options | None:
+def _step_options(config: Config, reducer: Reducer, plan: Plan, mesh: Mesh) -> Options | None:
     """Returns what to compile the train step with; None leaves the compiler its own options.
 
     A group that is one float32 kernel alone is not copied into its buffer: the convolution would have to write where
     NCCL's buffers are, and XLA knows no such layout. They then lie wherever there is room.
     """
-    if make_reducer(config).ordinary:
+    if reducer.ordinary:
         return None
     options = probe_options(mesh).accepted
     lone = any(len(group.regions) == 1 and len(group.regions[0].shape) == 4 for group in plan.groups)
@@ -172,11 +170,11 @@ def make_program(
     spec, shapes, reducer = describe(config.data), shape_run(config, chain), make_reducer(config)
     machine, conv_order = machine_of(mesh, config.link_gbytes), conv_order_of(mesh.devices.flat[0].platform)
     plan = plan_run(config, shapes, machine, conv_order)
-    whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer)
+    whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer, reducer.sharded)
     select = partial(select_leaves, names=plan.trained)
     init = partial(init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select)
     forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
-    recipe, augment = make_recipe(config, shapes.chain, plan), make_augment(config.data, spec, config.seed)
+    recipe, augment = _make_recipe(config, reducer, shapes.chain, plan), make_augment(config.data, spec, config.seed)
     accumulate, reduce_totals = make_evaluation(shapes.chain, partial(normalise, spec=spec), mesh, forms.formats)
     return Program(
         mesh=mesh,
@@ -188,7 +186,7 @@ def make_program(
         init=forms.init,
         train_step=make_train_step(
             recipe, optimizer, augment, mesh, forms.specs, forms.formats, seed=config.seed,
-            written_out=reducer.written_out, options=_step_options(config, plan, mesh),
+            written_out=reducer.written_out, options=_step_options(config, reducer, plan, mesh),
         ),
         accumulate=accumulate,
         reduce_totals=reduce_totals,

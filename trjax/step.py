@@ -18,6 +18,7 @@ from trjax.data.augment import Preprocess
 from trjax.data.batches import Batch
 from trjax.keys import stream_key
 from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, placement
+from trjax.optim import apply_optimizer
 from trjax.options import Options, probe_options
 from trjax.plan import NUM_RESULTS, Plan, name_leaves, restore_leaves, select_leaves
 from trjax.state import TrainState
@@ -33,8 +34,7 @@ def _update(
 ) -> TrainState:
     trained = select_leaves(state.params, plan.trained)
     gradients, batch_stats = restore_leaves(reduced, trained), restore_leaves(reduced, state.batch_stats)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, trained)
-    params = optax.apply_updates(trained, jax.tree.map(lambda update: -learning_rate * update, updates))
+    params, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, trained, learning_rate)
     params = restore_leaves(name_leaves(state.params) | name_leaves(params), state.params)
     return TrainState(params, batch_stats, opt_state, state.step + 1)
 

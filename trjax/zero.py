@@ -17,6 +17,7 @@ import optax
 
 from trjax import collectives
 from trjax.grouping import list_equations
+from trjax.optim import apply_optimizer
 from trjax.packing import flatten_shard, join_shards, spread_shards, unflatten
 from trjax.plan import Plan, Region, name_leaves, restore_leaves, select_leaves
 from trjax.state import TrainState
@@ -28,34 +29,28 @@ _JOINING = (
 _PROBE_TOLERANCE = 1e-5
 
 
-def _map_params(optimizer: optax.GradientTransformation, change: Callable, opt_state: Any, params: Any) -> Any:
-    """Applies `change(leaf, name)` to the leaves of an optimizer state that mirror parameters."""
-    names = restore_leaves({name: name for name in name_leaves(params)}, params)
-    return optax.tree_utils.tree_map_params(optimizer, change, opt_state, names)
+def _convert(
+    optimizer: optax.GradientTransformation, plan: Plan, state: TrainState,
+    change: Callable[[Region, jax.Array], jax.Array],
+) -> TrainState:  # fmt: skip
+    """Returns the state with the leaves of its optimizer state that mirror a parameter changed."""
+    regions = {region.name: region for region in plan.regions}
+    trained = select_leaves(state.params, plan.trained)
+    names = restore_leaves({name: name for name in name_leaves(trained)}, trained)
+    convert = lambda leaf, name: change(regions[name], leaf)  # noqa: E731
+    return replace(state, opt_state=optax.tree_utils.tree_map_params(optimizer, convert, state.opt_state, names))
 
 
 def shard_state(optimizer: optax.GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
     """Returns the state with its optimizer state in shards, one behind the other, shape (shards * elements,) each."""
-    regions = {region.name: region for region in plan.regions}
-    shards = plan.shards
-    trained = select_leaves(state.params, plan.trained)
-
-    def spread(leaf: jax.Array, name: str) -> jax.Array:
-        return spread_shards(regions[name], leaf, shards).reshape(-1)
-
-    return replace(state, opt_state=_map_params(optimizer, spread, state.opt_state, trained))
+    spread = lambda region, leaf: spread_shards(region, leaf, plan.shards).reshape(-1)  # noqa: E731
+    return _convert(optimizer, plan, state, spread)
 
 
 def join_state(optimizer: optax.GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
     """Returns the state with whole optimizer state: the inverse of `shard_state`, for checkpoints."""
-    regions = {region.name: region for region in plan.regions}
-    shards = plan.shards
-    trained = select_leaves(state.params, plan.trained)
-
-    def join(leaf: jax.Array, name: str) -> jax.Array:
-        return join_shards(regions[name], leaf.reshape(shards, -1))
-
-    return replace(state, opt_state=_map_params(optimizer, join, state.opt_state, trained))
+    join = lambda region, leaf: join_shards(region, leaf.reshape(plan.shards, -1))  # noqa: E731
+    return _convert(optimizer, plan, state, join)
 
 
 def opt_state_specs(optimizer: optax.GradientTransformation, opt_state: Any, sharded: Any, whole: Any) -> Any:
@@ -91,8 +86,8 @@ def update_shards(
         return jax.lax.dynamic_index_in_dim(spread_shards(region, leaves[region.name], shards), index, keepdims=False)
 
     params = restore_leaves({region.name: own(region) for region in plan.regions if region.name in leaves}, trained)
-    updates, opt_state = optimizer.update(restore_leaves(reduced, trained), state.opt_state, params)
-    params = optax.apply_updates(params, jax.tree.map(lambda update: -learning_rate * update, updates))
+    gradients = restore_leaves(reduced, trained)
+    params, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, params, learning_rate)
     pieces = reduced | name_leaves(params)
     whole: dict[str, jax.Array] = {}
     previous: jax.Array | None = None
@@ -123,9 +118,8 @@ _REFUSED = (
 )
 
 
-def _check_mirrors(optimizer: optax.GradientTransformation, params_shape: Any) -> None:
+def _check_mirrors(optimizer: optax.GradientTransformation, opt_state: Any, params_shape: Any) -> None:
     """Refuses state that is neither a scalar nor like the parameters: a factored moment, for instance."""
-    opt_state = jax.eval_shape(optimizer.init, params_shape)
     try:
         mirrored = optax.tree_utils.tree_map_params(
             optimizer, lambda leaf, param: leaf.shape == param.shape, opt_state, params_shape,
@@ -137,9 +131,8 @@ def _check_mirrors(optimizer: optax.GradientTransformation, params_shape: Any) -
         raise ValueError(_REFUSED.format("keeps state of other shapes than the parameters'"))
 
 
-def _check_primitives(optimizer: optax.GradientTransformation, params_shape: Any) -> None:
+def _check_primitives(optimizer: optax.GradientTransformation, opt_state: Any, params_shape: Any) -> None:
     """Refuses what joins elements of a parameter, or draws random numbers: both differ from shard to shard."""
-    opt_state = jax.eval_shape(optimizer.init, params_shape)
     jaxpr = jax.make_jaxpr(optimizer.update)(params_shape, opt_state, params_shape)
     for equation in list_equations(jaxpr.jaxpr):
         if equation.primitive.name.startswith(_JOINING):
@@ -155,8 +148,9 @@ def check_elementwise(optimizer: optax.GradientTransformation, params_shape: Any
     Raises:
         ValueError: one of these does not hold.
     """
-    _check_mirrors(optimizer, params_shape)
-    _check_primitives(optimizer, params_shape)
+    opt_state = jax.eval_shape(optimizer.init, params_shape)
+    _check_mirrors(optimizer, opt_state, params_shape)
+    _check_primitives(optimizer, opt_state, params_shape)
     random = np.random.default_rng(0)
 
     def draw(leaf: Any) -> np.ndarray:
