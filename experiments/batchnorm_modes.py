@@ -67,11 +67,11 @@ def run(config: Config, program: Program, seed: int) -> Outcome:
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
     initial = jax.device_get(make_program(replace(config, seed=seed), program.mesh).init())
     state = jax.device_put(initial, program.forms.formats)
-    seconds, losses = [], []
-    for step, batch in enumerate(train_batches(train_source, config.global_batch, seed, 0, len(rates))):
+    seconds, losses, votes = [], [], program.votes(False)
+    for batch in train_batches(train_source, config.global_batch, seed, 0, len(rates)):
         placed = jax.block_until_ready(program.place_train(batch))
         start = time.perf_counter()
-        state, results = program.train_step(state, placed, rates[step], np.int32(step // steps_per_epoch))
+        state, results = program.train_step(state, placed, rates, votes)
         jax.block_until_ready(results)
         seconds.append(time.perf_counter() - start)
         losses.append(float(results[0] / results[3]))

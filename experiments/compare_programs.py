@@ -70,7 +70,8 @@ class Options:
 def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["pmean", "automatic"]) -> Any:
     """Returns the update as most trainers write it, with the arguments and results of `step.make_train_step`."""
     optimizer = make_optimizer(config.optim, shape_run(config, chain).params)
-    augment = make_augment(config.data, describe(config.data), config.seed)
+    spec = describe(config.data)
+    augment, steps_per_epoch = make_augment(config.data, spec, config.seed), spec.train_examples // config.global_batch
 
     def mean_loss(params: Any, batch_stats: Any, block: Batch, images: jax.Array, key: jax.Array) -> Any:
         x, next_stats = images, {}
@@ -82,32 +83,34 @@ def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["
         loss, results = score(x, block.labels, block.mask)
         return loss / len(block.labels), (next_stats, results)
 
-    def differentiate(params: Any, state: TrainState, block: Batch, epoch: jax.Array) -> Any:
+    def differentiate(params: Any, state: TrainState, block: Batch) -> Any:
         key = jax.random.fold_in(stream_key(config.seed, "dropout"), state.step)
-        return jax.grad(mean_loss, has_aux=True)(params, state.batch_stats, block, augment(block, epoch), key)
+        images = augment(block, state.step // steps_per_epoch)
+        return jax.grad(mean_loss, has_aux=True)(params, state.batch_stats, block, images, key)
 
-    def update(state: TrainState, gradients: Any, batch_stats: Any, learning_rate: jax.Array) -> TrainState:
+    def update(state: TrainState, gradients: Any, batch_stats: Any, learning_rates: jax.Array) -> TrainState:
+        learning_rate = learning_rates[state.step]
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, jax.tree.map(lambda leaf: -learning_rate * leaf, updates))
-        return TrainState(params, batch_stats, opt_state, state.step + 1)
+        return TrainState(params, batch_stats, opt_state, state.step + 1, state.skipped)
 
-    def with_pmean(state: TrainState, block: Batch, learning_rate: jax.Array, epoch: jax.Array) -> Any:
+    def with_pmean(state: TrainState, block: Batch, rates: jax.Array, _votes: jax.Array) -> Any:
         varying = replace(state, batch_stats=vary(state.batch_stats))
-        gradients, (batch_stats, results) = differentiate(vary(state.params), varying, block, epoch)
+        gradients, (batch_stats, results) = differentiate(vary(state.params), varying, block)
         # float32, one AllReduce a leaf, as far as the compiler does not combine them: 102 MB for ResNet-50
         gradients, batch_stats = jax.lax.pmean((gradients, batch_stats), AXIS)
-        return update(state, gradients, batch_stats, learning_rate), jax.lax.psum(results, AXIS)
+        return update(state, gradients, batch_stats, rates), jax.lax.psum(results, AXIS)
 
-    def automatic(state: TrainState, batch: Batch, learning_rate: jax.Array, epoch: jax.Array) -> Any:
-        gradients, (batch_stats, results) = differentiate(state.params, state, batch, epoch)
-        return update(state, gradients, batch_stats, learning_rate), results
+    def automatic(state: TrainState, batch: Batch, rates: jax.Array, _votes: jax.Array) -> Any:
+        gradients, (batch_stats, results) = differentiate(state.params, state, batch)
+        return update(state, gradients, batch_stats, rates), results
 
     step: Any = automatic
     if name == "pmean":
-        specs = (REPLICATED, SPLIT, REPLICATED, REPLICATED)
+        specs = (REPLICATED, SPLIT, REPLICATED, SPLIT)
         step = jax.shard_map(with_pmean, mesh=mesh, in_specs=specs, out_specs=REPLICATED)
     whole, split = placement(mesh, REPLICATED), placement(mesh, SPLIT)
-    return jax.jit(step, in_shardings=(whole, split, whole, whole), out_shardings=whole, donate_argnums=0)
+    return jax.jit(step, in_shardings=(whole, split, whole, split), out_shardings=whole, donate_argnums=0)
 
 
 def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Audit:

@@ -87,6 +87,7 @@ def make_compute_step(config: Config, program: Program) -> Any:
         program.forms.specs,
         program.forms.formats,
         seed=config.seed,
+        steps_per_epoch=program.steps_per_epoch,
         written_out=True,
         options=probe_options(program.mesh).accepted,
     )
@@ -109,7 +110,7 @@ def make_parts(config: Config, program: Program) -> tuple[Any, Any]:
         return score(x, block.labels, block.mask)[1], stats
 
     def backward(params: Any, batch_stats: Any, block: Batch) -> Any:
-        return reduce_gradients(recipe, params, batch_stats, block, prepare, jax.random.key(0))
+        return reduce_gradients(recipe, params, batch_stats, block, prepare, jax.random.key(0))[0]
 
     specs = (REPLICATED, REPLICATED, SPLIT)
     over = partial(jax.shard_map, mesh=program.mesh, in_specs=specs, out_specs=SPLIT, check_vma=False)

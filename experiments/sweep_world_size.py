@@ -59,10 +59,11 @@ def run(config: Config, program: Program, source: Source, initial: TrainState) -
     steps_per_epoch = count_batches(len(source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
     state = jax.device_put(initial, program.forms.formats)
-    for step, batch in enumerate(train_batches(source, config.global_batch, config.seed, 0, len(rates))):
-        placed, epoch = jax.block_until_ready(program.place_train(batch)), np.int32(step // steps_per_epoch)
+    votes = program.votes(False)
+    for batch in train_batches(source, config.global_batch, config.seed, 0, len(rates)):
+        placed = jax.block_until_ready(program.place_train(batch))
         start = time.perf_counter()
-        state, results = jax.block_until_ready(program.train_step(state, placed, rates[step], epoch))
+        state, results = jax.block_until_ready(program.train_step(state, placed, rates, votes))
         yield time.perf_counter() - start, float(results[0] / results[3])
 
 

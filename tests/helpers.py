@@ -109,7 +109,7 @@ def reduced_on(
 
     def body(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array, mask: jax.Array) -> Any:
         batch = Batch(images, labels, mask, labels)
-        reduced = reduce_gradients(how, params, batch_stats, batch, lambda micro: micro.images, jax.random.key(0))
+        reduced, _ = reduce_gradients(how, params, batch_stats, batch, lambda micro: micro.images, jax.random.key(0))
         return jax.tree.map(lambda leaf: leaf[None], reduced)  # a row for each device
 
     split_spec = train_split(how.micro_batches)

@@ -195,7 +195,7 @@ def test_a_chain_of_ones_own_trains_with_the_same_step() -> None:
         state = program.init()
         for batch in train_batches(load(data)[0], 48, 0, 0, 20):
             placed = program.place_train(batch)
-            state, results = program.train_step(state, placed, np.float32(0.1), np.int32(0))
+            state, results = program.train_step(state, placed, np.full(1, 0.1, np.float32), program.votes(False))
             losses.append(float(results[0] / results[3]))
         curves.append(losses)
     assert curves[0][-1] < curves[0][0] - 0.3

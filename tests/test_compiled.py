@@ -76,8 +76,9 @@ def test_a_trace_of_the_run_holds_what_was_read_in_that_order(tmp_path: Path) ->
     state = program.init()
     (batch,) = train_batches(load(config.data)[0], config.global_batch, 0, 0, 1)
     with jax.profiler.trace(str(tmp_path)):
+        rates, votes = np.full(1, 0.1, np.float32), program.votes(False)
         for _ in range(num_steps):
-            state, results = program.train_step(state, program.place_train(batch), np.float32(0.1), np.int32(0))
+            state, results = program.train_step(state, program.place_train(batch), rates, votes)
             jax.block_until_ready(results)
     (file,) = tmp_path.rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(file)).planes

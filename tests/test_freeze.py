@@ -26,7 +26,7 @@ def step(made: Program) -> tuple[Any, Any]:
     config, state = tiny_config(), made.init()
     before = jax.tree.map(np.asarray, state.params)
     (batch,) = train_batches(load(config.data)[0], config.global_batch, 0, 0, 1)
-    state, _ = made.train_step(state, made.place_train(batch), np.float32(0.1), np.int32(0))
+    state, _ = made.train_step(state, made.place_train(batch), np.full(1, 0.1, np.float32), made.votes(False))
     return name_leaves(before), name_leaves(made.forms.unload(state).params)
 
 

@@ -33,8 +33,9 @@ def batches(config: Config, num_steps: int) -> list[Batch]:
 def run_steps(program: Program, some: list[Batch], rate: float = 0.05) -> tuple[Any, list[np.ndarray]]:
     state, losses = program.init(), []
     for batch in some:
-        state, results = program.train_step(state, program.place_train(batch), np.float32(rate), np.int32(0))
-        losses.append(np.asarray(results))
+        rates = np.full(program.num_steps, rate, np.float32)
+        state, outcome = program.train_step(state, program.place_train(batch), rates, program.votes(False))
+        losses.append(np.asarray(outcome))
     return state, losses
 
 
@@ -116,8 +117,10 @@ def test_one_program_for_every_learning_rate_and_epoch() -> None:
     program = tiny_program.__wrapped__(2)
     (batch,) = batches(tiny_config(), 1)
     state = program.init()
-    for rate, epoch in ((0.1, 0), (0.2, 1), (0.0, 7)):
-        state, _ = program.train_step(state, program.place_train(batch), np.float32(rate), np.int32(epoch))
+    for rate in (0.1, 0.2, 0.0, 0.1, 0.2, 0.0):  # the sixth is of the second epoch
+        state, _ = program.train_step(
+            state, program.place_train(batch), np.full(1, rate, np.float32), program.votes(False)
+        )
     assert program.train_step._cache_size() == 1
 
 

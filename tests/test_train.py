@@ -19,9 +19,11 @@ import pytest
 from helpers import DATA, one_block_chain, spread, tiny_config, tiny_program
 
 from trjax import train as train_module
-from trjax.checkpoint import open_checkpoints, restore, save
+from trjax.checkpoint import About, Checkpoints, decode
 from trjax.collectives import sum_moments
 from trjax.config import Config, OptimConfig
+from trjax.data.batches import epoch_order
+from trjax.loop import BadNumbersError
 from trjax.mesh import make_mesh
 from trjax.program import compile_program, make_program
 from trjax.resnet import Head
@@ -62,16 +64,16 @@ def run_tiny(workdir: str, stop_after: int = 0, **changes: Any) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         if stop_after:
-            # `_loop` asks once before an epoch, `_train_epoch` after each step
-            patch.setattr(train_module, "_catch_interrupts", lambda: nullcontext(interrupted))
+            # asked once before an epoch, and after each step
+            patch.setattr(train_module, "catch_interrupts", lambda: nullcontext(interrupted))
         return train(config)
 
 
 def final_state(workdir: str, config: Config, devices: str = "0") -> Any:
-    mesh = make_mesh(devices)
-    program = make_program(config, mesh)
-    checkpoints = open_checkpoints(Path(workdir, "checkpoints"))
-    return restore(checkpoints, program.forms.saved_shape, mesh, program.forms.saved_formats)[0]
+    checkpoints = Checkpoints(Path(workdir, "checkpoints"), pytest.fail)
+    assert checkpoints.last is not None
+    shapes = make_program(config, make_mesh(devices)).forms.saved_shape
+    return decode(checkpoints.read(checkpoints.last.step), shapes, workdir)
 
 
 def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -82,7 +84,7 @@ def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], caplog:
         assert len(compiled) == 1, program
     (workdir,) = Path("runs").iterdir()
     records = lines(workdir)
-    keys = "split epoch step loss top1 top5 examples learning_rate images_per_second seconds"
+    keys = "split epoch step loss top1 top5 examples skipped learning_rate images_per_second seconds"
     assert all(list(record) == keys.split() for record in records)
     assert [(record["split"], record["epoch"], record["step"], record["examples"]) for record in records] == [
         ("train", 1, 2, 48), ("train", 1, 3, 12), ("test", 1, 3, 30),
@@ -113,7 +115,7 @@ def test_stopping_after_any_step_and_resuming_is_bitwise_nothing(monkeypatch: py
     config, total = tiny_config(epochs=2, log_every=2, data=AUGMENTED), 2 * 5
     program = make_program(config, make_mesh("0-1"))
     compiled = compile_program(program)
-    monkeypatch.setattr(train_module, "make_program", lambda *_: program)
+    monkeypatch.setattr("trjax.start.make_program", lambda *_: program)
     monkeypatch.setattr(train_module, "compile_program", lambda _: compiled)
     run_tiny("whole", devices="0-1", data=AUGMENTED)
     whole = final_state("whole", config)
@@ -143,12 +145,13 @@ def test_last_and_best_are_kept() -> None:
     run_tiny("run", epochs=6)
     records = [record for record in lines("run") if record["split"] == "test"]
     best = max(records, key=lambda record: record["top1"])
-    kept = {int(folder.name) for folder in Path("run/checkpoints").iterdir() if folder.name.isdigit()}
-    checkpoints = open_checkpoints(Path("run/checkpoints"))
-    assert checkpoints.last_step == 30
+    checkpoints = Checkpoints(Path("run/checkpoints"), pytest.fail)
+    assert checkpoints.last is not None
     assert checkpoints.best is not None
-    assert checkpoints.best[1] == best["top1"]
-    assert kept == {30, checkpoints.best[0]}
+    assert (checkpoints.last.step, checkpoints.best.test_top1) == (30, best["top1"])
+    kept = {25, 30, checkpoints.best.step}
+    names = {path.name for path in Path("run/checkpoints").iterdir()}
+    assert names == {f"{step}.safetensors{end}" for step in kept for end in ("", ".sha256")}
 
 
 def test_finished_run_is_left_alone_until_there_are_more_epochs() -> None:
@@ -213,14 +216,10 @@ def test_metrics_of_steps_done_again_are_dropped() -> None:
     ]  # fmt: skip
 
 
-def test_another_model_or_a_damaged_checkpoint_is_named() -> None:
+def test_another_model_is_named_by_what_differs() -> None:
     run_tiny("run")
-    with pytest.raises(ValueError, match=r"run/checkpoints cannot be read as this model's .*another model"):
+    with pytest.raises(ValueError, match=r"is of another model .*is float32\[10\] there and float32\[11\] here"):
         train(tiny_config(workdir="run", log_every=2, epochs=3), {**one_block_chain(), "head": Head(11)})
-    for metrics in Path("run/checkpoints").rglob("metrics/metrics"):
-        metrics.write_text('{"test')
-    with pytest.raises(ValueError, match=r"run/checkpoints cannot be read"):
-        run_tiny("run", epochs=3)
 
 
 def test_training_set_of_another_size_is_refused() -> None:
@@ -233,22 +232,32 @@ def test_training_set_of_another_size_is_refused() -> None:
 
 def test_checkpoint_holds_the_state_to_the_bit_on_other_devices() -> None:
     """Saved from eight devices, BatchNorm statistics included, and read on three."""
-    state, program = tiny_program(8).init(), tiny_program(3)
+    program_of_eight, program = tiny_program(8), tiny_program(3)
+    state = program_of_eight.init()
     state = replace(state, params=spread(state.params), batch_stats=spread(state.batch_stats, 1))
-    checkpoints = open_checkpoints(Path("checkpoints"))
-    save(checkpoints, state, {"epoch": 0, "batch": 0}, {}, None)
-    restored, position = restore(checkpoints, program.forms.shape, make_mesh("0-2"), program.forms.formats)
+    checkpoints = Checkpoints(Path("checkpoints"), pytest.fail)
+    about = About(0, {"epoch": 0, "batch": 0}, {"seed": 1}, None)
+    checkpoints.save(program_of_eight.forms.unload(state), about)
+    checkpoints.wait()
+    found = Checkpoints(Path("checkpoints"), pytest.fail)
+    assert found.last == about
+    assert found.best is None
+    restored = program.forms.load(decode(found.read(0), program.forms.saved_shape, "it"))
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-    assert position == {"epoch": 0, "batch": 0}
-    assert checkpoints.best is None
     assert len(jax.tree.leaves(restored)[0].addressable_shards) == 3
 
 
-def test_a_loss_that_is_not_finite_is_said_and_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
-    run_tiny("run", optim=OptimConfig(learning_rate=1e30))
-    assert "warning: the loss is not finite at step" in capsys.readouterr().out
-    assert lines("run")[-1]["loss"] is None
-    assert "NaN" not in Path("run/metrics.jsonl").read_text()
+def test_numbers_gone_wrong_change_nothing_and_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first update is so large that every gradient after it overflows."""
+    with pytest.raises(BadNumbersError, match=r"4 steps in a row, the first of them step 2, had gradients"):
+        run_tiny("run", optim=OptimConfig(learning_rate=1e30), max_bad_steps=4)
+    assert "warning: 1 steps up to step 2 had gradients that are not finite" in capsys.readouterr().out
+    assert [(record["step"], record["examples"], record["skipped"]) for record in lines("run")] == [
+        (2, 24, 1), (4, 0, 2), (5, 0, 1), (5, 50, 0),
+    ]  # fmt: skip
+    bad = json.loads(Path("run/bad_step.json").read_text())
+    order = epoch_order(0, 0, 100)
+    assert (bad["step"], bad["epoch"], bad["indices"]) == (1, 0, order[24:48].tolist())
 
 
 def launch(*arguments: str) -> subprocess.Popen[str]:
@@ -271,8 +280,9 @@ def test_a_process_outlives_its_reader_and_saves_when_interrupted() -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert err.strip() == "stopping after this step, with a checkpoint; again to stop at once"
-    step = open_checkpoints(Path("run/checkpoints")).last_step
-    assert step is not None
+    last = Checkpoints(Path("run/checkpoints"), pytest.fail).last
+    assert last is not None
+    step = last.step
     assert 3 <= step < 1200
     assert lines("run")[-1]["step"] == step
     assert read_table("run/config.toml")["epochs"] == 400

@@ -12,7 +12,7 @@ import optax
 import pytest
 from helpers import dense_chain, tiny_config
 
-from trjax.checkpoint import open_checkpoints, restore, save
+from trjax.checkpoint import About, Checkpoints, decode
 from trjax.compiled import compile_lowered
 from trjax.config import OptimConfig
 from trjax.data.batches import train_batches
@@ -42,7 +42,7 @@ def run(made: Program, state: Any, num_steps: int = 3) -> Any:
     """Three steps, the last batch partial."""
     config = tiny_config()
     for batch in train_batches(load(config.data)[0], config.global_batch, 0, 5 - num_steps, 5):
-        state, _ = made.train_step(state, made.place_train(batch), np.float32(0.1), np.int32(0))
+        state, _ = made.train_step(state, made.place_train(batch), np.full(1, 0.1, np.float32), made.votes(False))
     return state
 
 
@@ -84,10 +84,11 @@ def test_checkpoints_are_the_same_for_every_reducer(tmp_path: Path) -> None:
     """Three steps in shards on three devices, then one on two whole; and back."""
     sharded, whole = program("zero1", "adamw", 3), program("two_group", "adamw", 3)
     for first, then in ((sharded, whole), (whole, sharded)):
-        checkpoints = open_checkpoints(tmp_path / f"from{first is whole}")
+        checkpoints = Checkpoints(tmp_path / f"from{first is whole}", print)
         state = run(first, first.init())
-        save(checkpoints, first.forms.unload(state), {}, {}, None)
-        restored, _ = restore(checkpoints, then.forms.saved_shape, then.mesh, then.forms.saved_formats)
+        checkpoints.save(first.forms.unload(state), About(3, {}, {}, None))
+        checkpoints.wait()
+        restored = decode(checkpoints.read(3), then.forms.saved_shape, "it")
         assert {leaf.shape for leaf in jax.tree.leaves(restored)} == {
             leaf.shape for leaf in jax.tree.leaves(whole.forms.shape)
         }

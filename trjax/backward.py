@@ -14,7 +14,7 @@ from trjax import collectives
 from trjax.chain import Chain, apply_segment
 from trjax.collectives import Launch
 from trjax.data.batches import Batch
-from trjax.packing import STATISTICS, cut, flatten, unflatten
+from trjax.packing import STATISTICS, all_finite, cut, flatten, unflatten
 from trjax.plan import Group, Plan, name_leaves, restore_leaves
 
 Leaves = Mapping[str, jax.Array]
@@ -54,7 +54,7 @@ def score(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> tuple[jax.Ar
         mask: float32, shape (examples,): examples with 0 count for nothing.
 
     Returns:
-        Cross-entropy summed over the examples, and `R_RESULT`: float32 (loss sum, top-1 count, top-5 count,
+        Cross-entropy summed over the examples, and the scores: float32 (loss sum, top-1 count, top-5 count,
         example count). Equal logits rank in class order; one that is not a number counts against the example.
     """
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -78,7 +78,7 @@ def _forward(
 
 def _differentiate(
     recipe: Recipe, params: Any, batch_stats: Any, images: jax.Array, block: Batch, key: jax.Array,
-    complete: Callable[[Group, Leaves], None],
+    complete: Callable[[Group, Leaves], None], vote: jax.Array | float = 0.0,
 ) -> Any:  # fmt: skip
     """Runs forward and backward, and calls `complete` with every group as soon as its tensors are there.
 
@@ -106,8 +106,8 @@ def _differentiate(
         else:
             x, next_stats[segment] = forward({}, x)
 
-    _, pull_loss, results = jax.vjp(lambda logits: score(logits, block.labels, block.mask), x, has_aux=True)
-    leaves = name_leaves(next_stats) | {"results": results}
+    _, pull_loss, scores = jax.vjp(lambda logits: score(logits, block.labels, block.mask), x, has_aux=True)
+    leaves = name_leaves(next_stats) | {"results": jnp.append(scores, vote)}
     (cotangent,) = pull_loss(collectives.vary(jnp.float32(1 / recipe.global_batch)))
     for segment in reversed(pullbacks):
         gradients, cotangent = pullbacks[segment](cotangent)
@@ -160,8 +160,14 @@ def _scaled(recipe: Recipe, sums: Mapping[str, jax.Array]) -> dict[str, jax.Arra
 
 
 def reduce_gradients(
-    recipe: Recipe, params: Any, batch_stats: Any, block: Batch, prepare: Prepare, key: jax.Array
-) -> dict[str, jax.Array]:
+    recipe: Recipe,
+    params: Any,
+    batch_stats: Any,
+    block: Batch,
+    prepare: Prepare,
+    key: jax.Array,
+    vote: jax.Array | float = 0.0,
+) -> tuple[dict[str, jax.Array], jax.Array]:
     """Runs forward and backward on this device's block and sums every group over the devices.
 
     The loss is divided by `global_batch` before the backward, so that the sum over the devices is the mean
@@ -180,10 +186,12 @@ def reduce_gradients(
         block: this device's examples, leading dim (local_batch,), or (micro_batches, examples) if there are several.
         prepare: maps a block of examples to the network's input.
         key: for dropout and the like.
+        vote: 1 if this device asks to stop, float32, shape ().
 
     Returns:
         Every region's tensor by name, bitwise the same on all devices: `results` is the sum over the devices,
         everything else the mean over the real examples. Of a reducer to shards, this device's shards.
+        And whether all that was summed is finite.
     """
     params, batch_stats = collectives.vary(params), collectives.vary(batch_stats)
     examples = block.mask.sum()
@@ -209,5 +217,5 @@ def reduce_gradients(
         with jax.named_scope(f"all_reduce_{group.name}"):  # by which a reader of the program knows it
             previous = sums[group.name] = recipe.launch(buffer, previous)
 
-    _differentiate(recipe, params, batch_stats, prepare(block), block, key, launch)
-    return _scaled(recipe, sums)
+    _differentiate(recipe, params, batch_stats, prepare(block), block, key, launch, vote)
+    return _scaled(recipe, sums), all_finite(sums.values())

@@ -1,129 +1,241 @@
-"""State to disk and back, atomically, at any world size: the last and the best of a run."""
+"""State to disk and back, atomically, at any world size: the last two and the best of a run.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+A checkpoint is one safetensors file named by its step, with its SHA-256 beside it as `sha256sum` writes it: what is
+there under its name and has that digest is whole. It is written while training goes on, by one process.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
 
-from trjax.mesh import REPLICATED, placement
 from trjax.state import TrainState
 
-_METRIC = "test_top1"
-_UNTESTED = -1.0  # below every accuracy: a checkpoint inside an epoch has none, and orbax wants one of each
-
-
-def _top1(metrics: dict[str, float]) -> float:
-    return metrics[_METRIC]
+_KEEP = 2  # the last ones: should one be damaged, there is another
+_ABOUT = "trjax"
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """The checkpoints of one run, in `folder`, by step; a save that did not finish is never seen."""
+class About:
+    """What a checkpoint says of itself.
 
-    folder: Path
-    manager: ocp.CheckpointManager
-
-    @property
-    def last_step(self) -> int | None:
-        """Step of the last checkpoint."""
-        return self.manager.latest_step()
-
-    def top1(self, step: int | None) -> float | None:
-        """Test top-1 of a checkpoint; None if it was saved without one."""
-        top1 = _UNTESTED if step is None else _top1(self.manager.metrics(step))
-        return None if top1 == _UNTESTED else top1
-
-    @property
-    def best(self) -> tuple[int, float] | None:
-        """Step and test top-1 of the best checkpoint."""
-        step = self.manager.best_step()
-        top1 = self.top1(step)
-        return None if step is None or top1 is None else (step, top1)
-
-
-@contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:  # what orbax and JSON raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"checkpoints in {folder} cannot be read as this model's ({reason}); they belong to another model, or "
-            "one is damaged: use another --workdir, or take the damaged one away"
-        ) from error
-
-
-def open_checkpoints(folder: Path) -> Checkpoints:
-    """Opens (or creates) a run's checkpoints.
-
-    Raises:
-        ValueError: they cannot be read; names the folder.
-    """
-    policies = ocp.checkpoint_managers.preservation_policy
-    options = ocp.CheckpointManagerOptions(
-        best_fn=_top1,
-        preservation_policy=policies.AnyPreservationPolicy(
-            [policies.LatestN(n=1), policies.BestN(get_metric_fn=_top1, n=1)]
-        ),
-        # A save in the background reads arrays that the next step, their donee, already overwrites.
-        enable_async_checkpointing=False,
-        cleanup_tmp_directories=True,
-    )
-    folder = folder.absolute()
-    with _readable(folder):
-        return Checkpoints(folder, ocp.CheckpointManager(folder, options=options))
-
-
-def save(
-    checkpoints: Checkpoints,
-    state: TrainState,
-    position: dict[str, int],
-    config: dict[str, Any],
-    top1: float | None,
-) -> None:
-    """Writes a checkpoint of the state at its step, unless that step has one.
-
-    Args:
-        checkpoints: the run's.
-        state: replicated; written once.
-        position: where in the data the run is.
+    Attributes:
+        step: batches seen.
+        position: epoch and batch, where in the data the run is.
         config: the run's configuration as plain types.
-        top1: test top-1 at this step, by which the best is kept; None keeps it only while it is the last.
+        test_top1: at this step; None if it was saved inside an epoch.
     """
-    step = int(state.step)
-    if step in checkpoints.manager.all_steps():
-        return
-    items = {
-        "state": ocp.args.StandardSave(state),
-        "position": ocp.args.JsonSave(position),
-        "config": ocp.args.JsonSave(config),
-    }
-    metrics = {_METRIC: _UNTESTED if top1 is None else top1}
-    checkpoints.manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
+
+    step: int
+    position: dict[str, int]
+    config: dict[str, Any]
+    test_top1: float | None
 
 
-def restore(
-    checkpoints: Checkpoints, shapes: TrainState, mesh: Mesh, formats: Any
-) -> tuple[TrainState, dict[str, int]]:
-    """Returns the last checkpoint's state, placed on the mesh, and its position in the data.
+def _names(state: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def encode(state: TrainState, about: About) -> bytes:
+    """Returns a checkpoint's bytes: safetensors with the state's arrays by path, and `about` among its metadata."""
+    arrays = {name: np.asarray(leaf) for name, leaf in _names(state)}
+    return safetensors.save(arrays, {_ABOUT: json.dumps(vars(about))})
+
+
+def _read_about(data: bytes) -> About:
+    """Returns what a checkpoint says of itself, from its header, which begins with its own length."""
+    length = int.from_bytes(data[:8], "little")
+    return About(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_ABOUT]))
+
+
+def decode(data: bytes, shapes: TrainState, where: str) -> TrainState:
+    """Returns the state in a checkpoint's bytes, arrays of the host.
 
     Args:
-        checkpoints: the run's, at least one saved.
-        shapes: of the state.
-        mesh: any, also of another world size than the one that saved.
-        formats: where each array is to lie.
+        data: from `encode`.
+        shapes: of the state that is wanted.
+        where: what to call it in an error.
 
     Raises:
-        ValueError: the checkpoint is damaged or of another model; names the folder.
+        ValueError: it is of another model; lists what differs.
     """
-    where = placement(mesh, REPLICATED)
-    targets = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes)
-    items = ocp.args.Composite(state=ocp.args.StandardRestore(targets), position=ocp.args.JsonRestore())
-    with _readable(checkpoints.folder):
-        restored = checkpoints.manager.restore(checkpoints.last_step, args=items)
-    return jax.device_put(restored["state"], formats), restored["position"]
+    try:
+        arrays = safetensors.load(data)
+    except SafetensorError as error:
+        raise ValueError(f"{where} is no checkpoint: {error}") from error
+    wanted = dict(_names(shapes))
+    differing = [f"{name} is missing" for name in wanted if name not in arrays]
+    differing += [f"{name} is not of this model" for name in arrays if name not in wanted]
+    for name in wanted.keys() & arrays.keys():
+        saved, expected = arrays[name], wanted[name]
+        if (saved.shape, saved.dtype) != (expected.shape, expected.dtype):
+            there, here = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in (saved, expected))
+            differing.append(f"{name} is {there} there and {here} here")
+    if differing:
+        more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise ValueError(f"{where} is of another model or optimizer: {'; '.join(sorted(differing)[:5])}{more}")
+    return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in wanted])
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _read_whole(path: Path) -> bytes:
+    """Returns the bytes of a checkpoint.
+
+    Raises:
+        ValueError: they are not those that were written.
+        OSError: they cannot be read.
+    """
+    digest = _digest_path(path)
+    if not digest.exists():
+        raise ValueError("its digest is missing")
+    data = path.read_bytes()
+    if digest.read_bytes() != _digest_line(data, path):
+        raise ValueError("its digest is another: it is damaged")
+    return data
+
+
+def _digest_line(data: bytes, path: Path) -> bytes:
+    return f"{hashlib.sha256(data).hexdigest()}  {path.name}\n".encode()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Puts a file into its place whole: what was there before stays until all of it is on the disk."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+@jax.jit
+def _copy(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(leaf) for leaf in leaves]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; those that are damaged are passed over, and left as they are."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        """Opens (or creates) a run's checkpoints, and reads every one of them to its end.
+
+        Args:
+            folder: where they are.
+            warn: told of each that is damaged, once.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.found: dict[int, About] = {}
+        """Those that are whole, by step."""
+        self.damaged: list[Path] = []
+        """Those that are not."""
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        for path in sorted(folder.glob("*.safetensors"), key=lambda path: (len(path.stem), path.stem)):
+            if not path.stem.isdigit():
+                continue  # one that was moved aside
+            try:
+                about = _read_about(_read_whole(path))
+                self.found[about.step] = about
+            except (ValueError, OSError) as error:
+                self.damaged.append(path)
+                warn(f"checkpoint {path} is passed over: {error}")
+        for path in sorted(folder.glob("*.safetensors.partial")):
+            warn(f"checkpoint {path} is passed over: it was not written to its end")
+
+    @property
+    def last(self) -> About | None:
+        """The last checkpoint."""
+        return self.found[max(self.found)] if self.found else None
+
+    @property
+    def best(self) -> About | None:
+        """The one with the best test top-1, the latest of equals."""
+        tested = [about for about in self.found.values() if about.test_top1 is not None]
+        return max(tested, key=lambda about: (about.test_top1, about.step), default=None)
+
+    def path(self, step: int) -> Path:
+        """Returns the file of a step's checkpoint."""
+        return self.folder / f"{step}.safetensors"
+
+    def read(self, step: int) -> bytes:
+        """Returns the bytes of a checkpoint.
+
+        Raises:
+            ValueError: they are not those that were written.
+            OSError: they cannot be read.
+        """
+        return _read_whole(self.path(step))
+
+    def save(self, state: TrainState, about: About) -> None:
+        """Starts to write a checkpoint, unless its step has one; training may go on at once.
+
+        Args:
+            state: replicated; the copy on this process's first device is written. It is copied there first, since
+                the next step overwrites it.
+            about: the checkpoint.
+
+        Raises:
+            OSError: the checkpoint before this one could not be written.
+        """
+        self.wait()
+        if about.step in self.found:
+            return
+        leaves, structure = jax.tree.flatten(state)
+        copied = _copy([leaf.addressable_data(0) for leaf in leaves])
+        self._writing = self._writer.submit(self._commit, jax.tree.unflatten(structure, copied), about)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written; raises the OSError of what was."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def check(self) -> None:
+        """Raises the OSError of a checkpoint that could not be written; waits for none."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def _commit(self, state: TrainState, about: About) -> None:
+        data, path = encode(state, about), self.path(about.step)
+        if path.exists():  # damaged, or it would have been found
+            self._move_aside(path)
+        _write(_digest_path(path), _digest_line(data, path))
+        _write(path, data)
+        self.found[about.step] = about
+        best = self.best
+        kept = {*sorted(self.found)[-_KEEP:], *([best.step] if best else [])}
+        for step in [step for step in self.found if step not in kept]:
+            del self.found[step]
+            for old in (self.path(step), _digest_path(self.path(step))):
+                old.unlink(missing_ok=True)
+
+    def _move_aside(self, path: Path) -> None:
+        number = 1
+        while (aside := path.with_name(f"{path.stem}.damaged{number}.safetensors")).exists():
+            number += 1
+        path.rename(aside)
+        with suppress(FileNotFoundError):
+            _digest_path(path).rename(_digest_path(aside))

@@ -207,6 +207,14 @@ class Config:
     """GB/s that the slowest link between the GPUs reaches, for auto and for predictions; 0: the data sheet's."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Type to compute in; parameters, statistics and reductions stay float32."""
+    deterministic: bool = False
+    """On GPUs: only kernels and AllReduces that give the same bits in every run, at some cost; the CPU always does."""
+    save_every: int = 0
+    """Steps between two checkpoints; 0: at the end of every epoch, where there is always one."""
+    max_bad_steps: int = 10
+    """Steps in a row whose gradients are not finite, and which change nothing, before the run gives up; 0: never."""
+    watchdog_seconds: float = 1800.0
+    """The process ends, with the stack of every thread, when no step has finished for so long; 0: never."""
     log_every: int = 50
     """Steps between two training lines in the records; the end of an epoch always writes one."""
     workdir: str = ""
@@ -232,6 +240,13 @@ class Config:
                 f"nccl={pair!r}",
                 "write NCCL_NAME=VALUE, NCCL_ALGO=Ring for instance",
             )
+        for option in ("save_every", "max_bad_steps"):
+            _require(getattr(self, option) >= 0, f"{option}={getattr(self, option)}", "must not be negative")
+        _require(
+            0 <= self.watchdog_seconds < math.inf,
+            f"watchdog_seconds={self.watchdog_seconds}",
+            "must be positive, or 0 for none",
+        )
         _require(self.log_every > 0, f"log_every={self.log_every}", "must be positive")
         _require(
             self.optim.warmup_epochs <= self.epochs,

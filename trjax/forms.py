@@ -26,9 +26,8 @@ class StateForms:
         specs: how each part of it is spread over the devices.
         formats: where each array of it lies.
         saved_shape: of the form of checkpoints.
-        saved_formats: where each array of it lies when it is restored.
         init: `() -> TrainState`, jitted.
-        load: from the form of checkpoints to that of the step.
+        load: from the form of checkpoints, arrays of the host, to that of the step.
         unload: the inverse.
     """
 
@@ -36,7 +35,6 @@ class StateForms:
     specs: TrainState
     formats: Any
     saved_shape: TrainState
-    saved_formats: Any
     init: Callable[[], TrainState]
     load: Callable[[TrainState], TrainState]
     unload: Callable[[TrainState], TrainState]
@@ -52,7 +50,7 @@ def state_specs(optimizer: optax.GradientTransformation, state: TrainState, shar
     opt_state: Any = REPLICATED
     if sharded:
         opt_state = opt_state_specs(optimizer, state.opt_state, SPLIT, REPLICATED)
-    return TrainState(REPLICATED, REPLICATED, opt_state, REPLICATED)  # type: ignore[arg-type]
+    return TrainState(REPLICATED, REPLICATED, opt_state, REPLICATED, REPLICATED)  # type: ignore[arg-type]
 
 
 def state_formats(mesh: Mesh, state: TrainState, specs: TrainState, conv_order: ConvOrder) -> Any:
@@ -107,8 +105,7 @@ def make_forms(
         specs=specs,
         formats=formats,
         saved_shape=saved_shape,
-        saved_formats=saved_formats,
         init=jax.jit(lambda: load(init()), out_shardings=formats, compiler_options=INIT_OPTIONS.get(platform)),
-        load=jax.jit(load, out_shardings=formats) if sharded else load,
+        load=jax.jit(load, in_shardings=placement(mesh, REPLICATED), out_shardings=formats),
         unload=jax.jit(unload, out_shardings=saved_formats) if sharded else unload,
     )

@@ -21,8 +21,6 @@ _NORM_PASSES = 8
 """Times that the backward moves a convolution's output through memory outside of the convolutions: BatchNorm reads it
 and its cotangent for their sums, reads both again, and writes the next cotangent; ReLU and the residual sum take some
 three more. With 8 the backward of ResNet-50 takes 27.1 ms on an H100; replayed as compiled, it takes 28.2."""
-_UPDATE_PASSES = 5
-"""Times that an update moves a parameter: gradient, parameter and momentum read, the latter two written."""
 INDIFFERENT_SECONDS = 2e-5
 """What leaving the default, or a group more, must save: it costs a few kernels too."""
 
@@ -97,8 +95,8 @@ def predict_exposed(costs: Sequence[SegmentCost], groups: Sequence[tuple[str, in
     """Returns the seconds that a step waits for its AllReduces.
 
     A group hides behind the backward up to where the next one is complete: the next is tied to it, and the compiler,
-    which does not know the link, waits for it there. The last hides behind the rest of the backward and the update
-    of all that is reduced before.
+    which does not know the link, waits for it there. The last hides behind the rest of the backward and the check
+    that all that is reduced before is finite; every update waits for that of the last group itself.
 
     Args:
         costs: of all segments, in forward order.
@@ -109,13 +107,13 @@ def predict_exposed(costs: Sequence[SegmentCost], groups: Sequence[tuple[str, in
     ready = dict(zip(names, accumulate(cost.backward_seconds for cost in reversed(costs)), strict=True))
     ends = [ready[segment] for segment, _ in groups]
     hidden = [after - before for before, after in pairwise(ends)]
-    hidden.append(ready[names[-1]] - ends[-1] + _update_seconds(sum(size for _, size in groups[:-1]), machine))
+    hidden.append(ready[names[-1]] - ends[-1] + _check_seconds(sum(size for _, size in groups[:-1]), machine))
     transfers = (predict_all_reduce(size_bytes, machine) for _, size_bytes in groups)
     return sum(max(0.0, transfer - behind) for transfer, behind in zip(transfers, hidden, strict=True))
 
 
-def _update_seconds(size_bytes: int, machine: Machine) -> float:
-    return predict_kernel(_UPDATE_PASSES * size_bytes, 0, "f32", machine.target)
+def _check_seconds(size_bytes: int, machine: Machine) -> float:
+    return predict_kernel(size_bytes, 0, "f32", machine.target)
 
 
 def choose_launches(costs: Sequence[SegmentCost], machine: Machine) -> tuple[str, ...]:
@@ -152,5 +150,5 @@ def choose_launches(costs: Sequence[SegmentCost], machine: Machine) -> tuple[str
     for start in range(last):
         exposed, ends = least[start, last]
         transfer = predict_all_reduce(sizes[last] - sizes[start], machine)
-        finished.append((exposed + max(0.0, transfer - _update_seconds(sizes[start], machine)), ends))
+        finished.append((exposed + max(0.0, transfer - _check_seconds(sizes[start], machine)), ends))
     return tuple(backward[end - 1].name for end in min(finished)[1])

@@ -1,10 +1,11 @@
 """Devices to mesh: which devices a run uses, the axes over them, and the two ways to place arrays."""
 
 import contextlib
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -110,7 +111,7 @@ def _count_hosts(devices: Sequence[jax.Device], hosts: int) -> int:
 
 
 def make_mesh(devices: str = "all", hosts: int = 0) -> Mesh:
-    """Returns the mesh over the named devices, in the order named, as hosts x devices of each.
+    """Returns the mesh over the named devices of every process, in the order named, as hosts x devices of each.
 
     Args:
         devices: as `parse_devices` reads it.
@@ -125,13 +126,18 @@ def make_mesh(devices: str = "all", hosts: int = 0) -> Mesh:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"no device can be used ({reason}); --platform cpu works everywhere") from error
-    indices = parse_devices(devices) or tuple(range(len(present)))
-    if max(indices) >= len(present):
+    by_process = [
+        [device for device in present if device.process_index == process]
+        for process in sorted({device.process_index for device in present})
+    ]
+    count = min(len(own) for own in by_process)
+    indices = parse_devices(devices) or tuple(range(count))
+    if max(indices) >= count:
         raise ValueError(
             f"devices={devices!r}: index {max(indices)} is out of range; "
-            f"there are {len(present)} {present[0].platform} devices, 0-{len(present) - 1}"
+            f"there are {count} {present[0].platform} devices, 0-{count - 1}"
         )
-    chosen = [present[index] for index in indices]
+    chosen = [own[index] for own in by_process for index in indices]
     return _mesh_over(chosen, _count_hosts(chosen, hosts))
 
 
@@ -180,3 +186,26 @@ def split_batch(global_batch: int, world_size: int, micro_batches: int = 1) -> i
 def placement(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     """Returns the sharding of `SPLIT` or `REPLICATED` arrays on the mesh."""
     return NamedSharding(mesh, spec)
+
+
+def own_rows(mesh: Mesh, dims: tuple[int, ...], spec: PartitionSpec) -> np.ndarray:
+    """Returns which examples of a batch lie on this process's devices: their positions in it, in order.
+
+    Args:
+        mesh: the devices of all processes.
+        dims: the leading dims of the batch, whose examples are counted in row-major order.
+        spec: `SPLIT` or `SPLIT_MICRO`.
+    """
+    positions = np.arange(math.prod(dims)).reshape(dims)
+    blocks = placement(mesh, spec).addressable_devices_indices_map(dims).values()
+    return np.unique(np.concatenate([positions[block].ravel() for block in blocks]))
+
+
+def place(mesh: Mesh, spec: PartitionSpec, rows: Any) -> jax.Array:
+    """Returns the array over all devices of which this process holds `rows`, those of its own devices."""
+    return jax.make_array_from_process_local_data(placement(mesh, spec), rows)
+
+
+def fill(mesh: Mesh, shape: tuple[int, ...], value: float) -> jax.Array:
+    """Returns an array of one float32 value, split over the devices."""
+    return place(mesh, SPLIT, np.full((len(own_rows(mesh, shape[:1], SPLIT)), *shape[1:]), value, np.float32))

@@ -1,6 +1,6 @@
 """Tensors into a group's buffer and back: the way that every gradient goes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,11 @@ def unflatten(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
         return {region.name: _logical(region, pieces[region.name]) for region in group.regions}
     pieces = cut(group, buffer.reshape(group.shards, -1))
     return {region.name: join_shards(region, pieces[region.name]) for region in group.regions}
+
+
+def all_finite(buffers: Iterable[jax.Array]) -> jax.Array:
+    """Returns whether no element of any buffer is infinite or not a number: bool, shape ()."""
+    return jnp.stack([jnp.isfinite(buffer).all() for buffer in buffers]).all()
 
 
 def flatten_shard(group: Group, pieces: Mapping[str, jax.Array]) -> jax.Array:

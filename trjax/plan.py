@@ -19,8 +19,10 @@ from trjax.buckets import Kind, Split, Tensor, natural, two_groups
 ConvOrder = Literal["OHWI", "HWIO"]
 """Physical order of convolution kernels: cuDNN wants OHWI, XLA's CPU convolutions HWIO."""
 
-NUM_RESULTS = 4
-"""Length of `R_RESULT`: loss sum, top-1 count, top-5 count, example count of one batch."""
+NUM_SCORES = 4
+"""Loss sum, top-1 count, top-5 count, example count of one batch."""
+NUM_RESULTS = NUM_SCORES + 1
+"""Length of `R_RESULT`: the scores, and the devices that ask to stop: all learn of it with the same step."""
 
 BUFFER_ALIGNMENT_BYTES = 256
 """XLA aligns the buffers in an allocation to this on a GPU (its `kXlaAllocatedBufferAlignBytes` is a divisor)."""

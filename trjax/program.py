@@ -14,13 +14,13 @@ from trjax.backward import Recipe
 from trjax.chain import Chain, init_chain
 from trjax.config import Config
 from trjax.data.augment import make_augment, normalise
-from trjax.data.batches import Batch
+from trjax.data.batches import Batch, count_batches
 from trjax.data.sources import DataSpec, describe
 from trjax.forms import StateForms, conv_order_of, make_forms
-from trjax.mesh import SPLIT, placement, split_batch
+from trjax.mesh import SPLIT, fill, own_rows, place, split_batch
 from trjax.optim import make_optimizer
 from trjax.options import USER_BUFFERS, Options, probe_options
-from trjax.plan import NUM_RESULTS, Plan, select_leaves
+from trjax.plan import NUM_SCORES, Plan, select_leaves
 from trjax.planning import Shapes, machine_of, plan_run
 from trjax.reducers import Reducer, make_reducer
 from trjax.resnet import make_resnet
@@ -40,6 +40,8 @@ class Program:
         batch_shape: a `Batch` of shapes, as the step has it.
         eval_batch_shape: the same, as evaluation has it.
         totals_shape: of an evaluation's totals.
+        steps_per_epoch: batches of an epoch.
+        num_steps: of the run.
         init: `() -> TrainState`, jitted.
         train_step: see `step.make_train_step`.
         accumulate: see `step.make_evaluation`.
@@ -52,6 +54,8 @@ class Program:
     batch_shape: Batch
     eval_batch_shape: Batch
     totals_shape: jax.ShapeDtypeStruct
+    steps_per_epoch: int
+    num_steps: int
     init: Any
     train_step: Any
     accumulate: Any
@@ -62,16 +66,30 @@ class Program:
         """Where the gradients live."""
         return self.recipe.plan
 
+    @property
+    def rows(self) -> np.ndarray:
+        """Positions, in a training batch, of the examples that this process reads."""
+        return own_rows(self.mesh, self.batch_shape.labels.shape, train_split(self.recipe.micro_batches))
+
+    @property
+    def eval_rows(self) -> np.ndarray:
+        """The same in a batch of an evaluation."""
+        return own_rows(self.mesh, self.eval_batch_shape.labels.shape, SPLIT)
+
     def place(self, batch: Batch) -> Batch:
-        """Splits a batch of an evaluation over the devices."""
-        return jax.device_put(batch, placement(self.mesh, SPLIT))
+        """Splits a batch of an evaluation, of which this process has its rows, over the devices."""
+        return jax.tree.map(partial(place, self.mesh, SPLIT), batch)
 
     def place_train(self, batch: Batch) -> Batch:
         """Splits a training batch over the devices; of several micro-batches, each over all of them."""
         micro_batches = self.recipe.micro_batches
         if micro_batches > 1:
             batch = Batch(*(leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch))
-        return jax.device_put(batch, placement(self.mesh, train_split(micro_batches)))
+        return jax.tree.map(partial(place, self.mesh, train_split(micro_batches)), batch)
+
+    def votes(self, stop: bool) -> jax.Array:
+        """Returns what this process's devices answer to: stop?"""
+        return fill(self.mesh, (self.mesh.size,), float(stop))
 
 
 def make_chain(config: Config, spec: DataSpec) -> Chain:
@@ -175,6 +193,7 @@ def make_program(
     init = partial(init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select)
     forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
     recipe, augment = _make_recipe(config, reducer, shapes.chain, plan), make_augment(config.data, spec, config.seed)
+    steps_per_epoch = count_batches(spec.train_examples, config.global_batch, config.last_batch)
     accumulate, reduce_totals = make_evaluation(shapes.chain, partial(normalise, spec=spec), mesh, forms.formats)
     return Program(
         mesh=mesh,
@@ -182,11 +201,14 @@ def make_program(
         forms=forms,
         batch_shape=shape_batch(spec, *_train_dims(config)),
         eval_batch_shape=shape_batch(spec, config.global_batch),
-        totals_shape=jax.ShapeDtypeStruct((mesh.size, NUM_RESULTS), np.float32),
+        totals_shape=jax.ShapeDtypeStruct((mesh.size, NUM_SCORES), np.float32),
+        steps_per_epoch=steps_per_epoch,
+        num_steps=config.epochs * steps_per_epoch,
         init=forms.init,
         train_step=make_train_step(
             recipe, optimizer, augment, mesh, forms.specs, forms.formats, seed=config.seed,
-            written_out=reducer.written_out, options=_step_options(config, reducer, plan, mesh),
+            steps_per_epoch=steps_per_epoch, written_out=reducer.written_out,
+            options=_step_options(config, reducer, plan, mesh),
         ),
         accumulate=accumulate,
         reduce_totals=reduce_totals,
@@ -195,8 +217,8 @@ def make_program(
 
 def lower_step(program: Program) -> Any:
     """Returns the train step lowered for the program's shapes, ready to compile; no device computes."""
-    scalars = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
-    return program.train_step.lower(program.forms.shape, program.batch_shape, *scalars)
+    rates, votes = (jax.ShapeDtypeStruct((size,), np.float32) for size in (program.num_steps, program.mesh.size))
+    return program.train_step.lower(program.forms.shape, program.batch_shape, rates, votes)
 
 
 def compile_program(program: Program) -> Program:

@@ -26,6 +26,8 @@ class Record:
         top1: fraction of 1.
         top5: fraction of 1.
         examples: how many the line covers.
+        skipped: steps among them that changed nothing, because their gradients were not finite; their examples do
+            not count.
         learning_rate: of the step.
         images_per_second: over the line's own time; compilation comes before.
         seconds: since the process began to train.
@@ -38,15 +40,16 @@ class Record:
     top1: float
     top5: float
     examples: int
+    skipped: int
     learning_rate: float
     images_per_second: float
     seconds: float
 
 
 def make_record(split: Literal["train", "test"], results: np.ndarray, **rest: Any) -> Record:
-    """Returns the record of summed `R_RESULT`s, shape (4,).
+    """Returns the record of summed scores, shape (4,).
 
-    >>> make_record("test", np.array([5.0, 8, 10, 10]), epoch=1, step=2, learning_rate=0.1,
+    >>> make_record("test", np.array([5.0, 8, 10, 10]), skipped=0, epoch=1, step=2, learning_rate=0.1,
     ...             images_per_second=1.0, seconds=1.0).top1
     0.8
     """
@@ -56,23 +59,21 @@ def make_record(split: Literal["train", "test"], results: np.ndarray, **rest: An
 
 
 class Meter:
-    """Sums `R_RESULT`s, and measures the time since the last restart."""
+    """Sums the scores of batches, and measures the time since the last restart."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
         """Forgets the sums and starts the clock."""
-        self.totals, self._since = np.zeros(4), time.perf_counter()
+        self.totals, self.steps, self.skipped, self._since = np.zeros(4), 0, 0, time.perf_counter()
 
-    def add(self, results: np.ndarray) -> None:
-        """Adds one `R_RESULT`, shape (4,)."""
-        self.totals = self.totals + results
-
-    @property
-    def examples(self) -> int:
-        """Examples summed."""
-        return int(self.totals[3])
+    def add(self, scores: np.ndarray, skipped: bool = False) -> None:
+        """Adds the scores of one batch, shape (4,), unless it was skipped."""
+        self.steps += 1
+        self.skipped += skipped
+        if not skipped:
+            self.totals = self.totals + scores
 
     @property
     def images_per_second(self) -> float:
@@ -154,12 +155,14 @@ class Display:
         self.say(f"{where}  {numbers}")
         if not math.isfinite(record.loss):
             self.say(f"warning: the loss is not finite at step {record.step}; try a lower --optim.learning-rate")
+        if record.skipped:
+            self.say(f"warning: {record.skipped} steps up to step {record.step} had gradients that are not finite")
 
 
 @contextmanager
-def open_display(num_epochs: int, steps_per_epoch: int, start_step: int) -> Iterator[Display]:
-    """Shows the progress of a run, from `start_step` on, while the context lasts."""
-    console = Console()
+def open_display(num_epochs: int, steps_per_epoch: int, start_step: int, quiet: bool = False) -> Iterator[Display]:
+    """Shows the progress of a run, from `start_step` on, while the context lasts; `quiet`: nothing at all."""
+    console = Console(quiet=quiet)
     columns = (
         TextColumn("epoch {task.fields[epoch]}/" + str(num_epochs)),
         BarColumn(bar_width=10),  # all of it fits in 80 columns

@@ -21,13 +21,15 @@ class TrainState:
         params: `{segment: tree}`, float32.
         batch_stats: `{segment: tree}`, float32.
         opt_state: of the optax transformation.
-        step: int32, updates done so far; with the global batch it is the data position.
+        step: int32, batches seen so far; with the global batch it is the data position.
+        skipped: int32, those of them that changed nothing else, because their gradients were not finite.
     """
 
     params: Any
     batch_stats: Any
     opt_state: Any
     step: jax.Array
+    skipped: jax.Array
 
 
 def init_state(
@@ -47,4 +49,5 @@ def init_state(
         select: leaves out the parameters that are frozen.
     """
     params, batch_stats = init_chain(chain, stream_key(seed, "init"), image_shape)
-    return TrainState(params, batch_stats, optimizer.init(select(params)), jnp.zeros((), jnp.int32))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(params, batch_stats, optimizer.init(select(params)), zero, zero)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -17,10 +16,10 @@ from trjax.chain import Chain, evaluate_chain
 from trjax.data.augment import Preprocess
 from trjax.data.batches import Batch
 from trjax.keys import stream_key
-from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, placement
+from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, fill, placement
 from trjax.optim import apply_optimizer
 from trjax.options import Options, probe_options
-from trjax.plan import NUM_RESULTS, Plan, name_leaves, restore_leaves, select_leaves
+from trjax.plan import NUM_SCORES, Plan, name_leaves, restore_leaves, select_leaves
 from trjax.state import TrainState
 from trjax.zero import update_shards
 
@@ -31,12 +30,20 @@ def _update(
     plan: Plan,
     optimizer: optax.GradientTransformation,
     learning_rate: jax.Array,
-) -> TrainState:
+) -> tuple[Any, Any, Any]:
+    """Returns the new parameters, BatchNorm statistics and optimizer state."""
     trained = select_leaves(state.params, plan.trained)
     gradients, batch_stats = restore_leaves(reduced, trained), restore_leaves(reduced, state.batch_stats)
     params, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, trained, learning_rate)
-    params = restore_leaves(name_leaves(state.params) | name_leaves(params), state.params)
-    return TrainState(params, batch_stats, opt_state, state.step + 1)
+    return restore_leaves(name_leaves(state.params) | name_leaves(params), state.params), batch_stats, opt_state
+
+
+def _advance(state: TrainState, finite: jax.Array, updated: tuple[Any, Any, Any]) -> TrainState:
+    """Returns the state behind a batch: updated, or as it was but for the data position if the sums are not finite."""
+    before = (state.params, state.batch_stats, state.opt_state)
+    kept: Any = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, before)
+    params, batch_stats, opt_state = kept
+    return TrainState(params, batch_stats, opt_state, state.step + 1, state.skipped + jnp.where(finite, 0, 1))
 
 
 def make_train_step(
@@ -48,13 +55,16 @@ def make_train_step(
     formats: Any,
     *,
     seed: int,
+    steps_per_epoch: int,
     written_out: bool = False,
     options: Options | None = None,
 ) -> Any:
-    """Returns the jitted update `(state, batch, learning_rate, epoch) -> (state, results)`.
+    """Returns the jitted update `(state, batch, learning_rates, votes) -> (state, outcome)`.
 
-    The state is donated. `results` is the batch's `R_RESULT`, float32, shape (4,). The learning rate and the
-    epoch are scalars of the host and inputs of the program: no value of theirs compiles it again.
+    The state is donated. The learning rates are those of all updates of the run, float32, shape (updates,): the step
+    takes that of its own, so that one that was skipped moves the schedule no more than the parameters. They are an
+    input of the program: no value of theirs compiles it again. Votes are float32, shape (devices,): 1 asks to stop.
+    `outcome` is the batch's `R_RESULT`, and 1 if it was skipped because the sums are not finite: float32, shape (6,).
 
     Args:
         recipe: how gradients come about; its plan in the physical order of `formats`.
@@ -64,32 +74,36 @@ def make_train_step(
         specs: how the state is spread, `StateForms.specs`.
         formats: where it lies, `StateForms.formats`.
         seed: for dropout and the like.
+        steps_per_epoch: batches after which the epoch changes.
         written_out: the sums are the same on all devices, but `shard_map` cannot see it.
         options: to compile with; None leaves the compiler its own.
     """
 
     def block_step(
-        state: TrainState, block: Batch, learning_rate: jax.Array, epoch: jax.Array
+        state: TrainState, block: Batch, learning_rates: jax.Array, votes: jax.Array
     ) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(stream_key(seed, "dropout"), state.step)
         key = jax.random.fold_in(key, collectives.device_index())
-        reduced = reduce_gradients(
-            recipe, state.params, state.batch_stats, block, lambda micro: augment(micro, epoch), key
+        epoch, learning_rate = state.step // steps_per_epoch, learning_rates[state.step - state.skipped]
+        reduced, finite = reduce_gradients(
+            recipe, state.params, state.batch_stats, block, lambda micro: augment(micro, epoch), key, votes[0]
         )
         if recipe.sharded:
-            return update_shards(state, reduced, recipe.plan, optimizer, learning_rate)
-        return _update(state, reduced, recipe.plan, optimizer, learning_rate), reduced["results"]
+            updated, results, finite = update_shards(state, reduced, recipe.plan, optimizer, learning_rate)
+        else:
+            updated, results = _update(state, reduced, recipe.plan, optimizer, learning_rate), reduced["results"]
+        return _advance(state, finite, updated), jnp.append(results, jnp.where(finite, 0.0, 1.0))
 
     whole, batch_spec = placement(mesh, REPLICATED), train_split(recipe.micro_batches)
     return jax.jit(
         jax.shard_map(
             block_step,
             mesh=mesh,
-            in_specs=(specs, batch_spec, REPLICATED, REPLICATED),
+            in_specs=(specs, batch_spec, REPLICATED, SPLIT),
             out_specs=(specs, REPLICATED),
             check_vma=not written_out,
         ),
-        in_shardings=(formats, placement(mesh, batch_spec), whole, whole),
+        in_shardings=(formats, placement(mesh, batch_spec), whole, placement(mesh, SPLIT)),
         out_shardings=(formats, whole),
         donate_argnums=0,
         compiler_options=options,
@@ -104,9 +118,9 @@ def train_split(micro_batches: int) -> PartitionSpec:
 def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], mesh: Mesh, formats: Any) -> Any:
     """Returns the two programs of an evaluation: `accumulate` and `reduce_totals`.
 
-    `accumulate(totals, params, batch_stats, batch) -> totals` adds a batch's `R_RESULT` to each device's own
+    `accumulate(totals, params, batch_stats, batch) -> totals` adds a batch's scores to each device's own
     totals, float32, shape (devices, 4); it folds BatchNorm first, and communicates nothing.
-    `reduce_totals(totals) -> results` sums them over the devices, shape (4,): the one AllReduce.
+    `reduce_totals(totals) -> scores` sums them over the devices, shape (4,): the one AllReduce.
     Counts are exact below 2^24 examples a device.
 
     Args:
@@ -144,4 +158,4 @@ def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], 
 
 def init_totals(mesh: Mesh) -> jax.Array:
     """Returns the zero totals of an evaluation, float32, shape (devices, 4), one row on each device."""
-    return jax.device_put(np.zeros((mesh.size, NUM_RESULTS), np.float32), placement(mesh, SPLIT))
+    return fill(mesh, (mesh.size, NUM_SCORES), 0.0)

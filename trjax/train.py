@@ -1,34 +1,40 @@
-"""`python -m trjax.train`: the loop, from a configuration to a trained model."""
+"""`python -m trjax.train`: from a command line to a trained model."""
 
-import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated
 
 import jax
-import numpy as np
 import optax
+import tyro
 
 from trjax.chain import Chain
-from trjax.checkpoint import Checkpoints, open_checkpoints, restore, save
 from trjax.config import Config
-from trjax.data.batches import count_batches, eval_batches, train_batches
-from trjax.data.sources import Source, load
-from trjax.mesh import make_mesh, start_platform
+from trjax.interrupts import STOPPED, catch_interrupts
+from trjax.loop import BadNumbersError, Run, run_loop
 from trjax.optim import make_learning_rates
 from trjax.options import probe_options
-from trjax.presets import parse_config
-from trjax.program import Program, compile_program, make_program
-from trjax.records import Display, Meter, Record, append_metrics, make_record, open_display, trim_metrics
-from trjax.state import TrainState
-from trjax.step import init_totals
-from trjax.workdir import open_workdir, write_config
+from trjax.presets import parse_options
+from trjax.processes import Processes, announce_failure, join_processes, leave, process_index
+from trjax.program import compile_program
+from trjax.records import Display, open_display
+from trjax.replay import format_findings, replay
+from trjax.start import Start, start_run
+from trjax.watchdog import watch
+
+FILES, MISTAKE, BAD_NUMBERS = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a process is told beside its run."""
+
+    processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
+    replay_step: bool = False
+    """Do the step again at which the run in --workdir gave up, op by op on the CPU, and say where it goes wrong."""
 
 
 @dataclass(frozen=True)
@@ -52,172 +58,74 @@ class Summary:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the loop needs and never changes."""
-
-    config: Config
-    workdir: Path
-    program: Program
-    train_source: Source
-    test_source: Source
-    learning_rates: np.ndarray
-    steps_per_epoch: int
-    checkpoints: Checkpoints
-    display: Display
-    started: float
-    interrupted: Callable[[], bool]
-
-    def record(self, split: Literal["train", "test"], meter: Meter, step: int) -> Record:
-        """Writes what the meter has gathered to the file and the console, and empties it."""
-        record = make_record(
-            split,
-            meter.totals,
-            epoch=(step - 1) // self.steps_per_epoch + 1,
-            step=step,
-            learning_rate=float(f"{self.learning_rates[step - 1]:.7g}"),  # float32 has no more digits
-            images_per_second=meter.images_per_second,
-            seconds=time.perf_counter() - self.started,
-        )
-        meter.restart()
-        append_metrics(self.workdir / "metrics.jsonl", record)
-        self.display.record(record)
-        return record
+def _train(config: Config, start: Start, display: Display, interrupted: Callable[[], bool], started: float) -> int:
+    """Compiles and trains, and returns the step at which the run is then."""
+    program = start.program
+    if dropped := probe_options(program.mesh).dropped:
+        display.say(f"compile options that this jax does not know, left out: {', '.join(dropped)}")
+    display.say("compiling ...")
+    rates = make_learning_rates(config.optim, config.epochs, program.steps_per_epoch, config.global_batch)
+    process, alone = process_index(), jax.process_count() == 1
+    compiled = compile_program(program)
+    with watch(config.watchdog_seconds, process, start.workdir / f"watchdog{process}.log") as fed:
+        run = Run(
+            config, start.workdir, compiled, start.train_source, start.test_source, rates, start.checkpoints, display,
+            started, interrupted, alone, fed,
+        )  # fmt: skip
+        return run_loop(run, start.state, start.step)[1]
 
 
-def _train_epoch(run: Run, state: TrainState, end_step: int) -> TrainState:
-    """Trains up to `end_step` or an interrupt; results are read one step late, so that the devices never wait."""
-    config, meter, start_step = run.config, Meter(), int(state.step)
-
-    def settle(step: int, results: jax.Array) -> None:
-        meter.add(np.asarray(results, np.float64))
-        run.display.advance(step, (step - 1) // run.steps_per_epoch + 1, np.asarray(results), meter.images_per_second)
-        if step % config.log_every == 0:
-            run.record("train", meter, step)
-
-    previous: tuple[int, jax.Array] | None = None
-    batches = train_batches(run.train_source, config.global_batch, config.seed, start_step, end_step, config.last_batch)
-    for step, batch in enumerate(batches, start=start_step):
-        epoch = np.int32(step // run.steps_per_epoch)
-        state, results = run.program.train_step(state, run.program.place_train(batch), run.learning_rates[step], epoch)
-        if previous:
-            settle(*previous)
-        previous = (step + 1, results)
-        if run.interrupted():
-            break
-    if previous:
-        settle(*previous)
-        if meter.examples:
-            run.record("train", meter, previous[0])
-    return state
-
-
-def _evaluate(run: Run, state: TrainState) -> float:
-    """Evaluates every test example once, writes the record, and returns top-1."""
-    meter = Meter()
-    totals = init_totals(run.program.mesh)
-    for batch in eval_batches(run.test_source, run.config.global_batch):
-        totals = run.program.accumulate(totals, state.params, state.batch_stats, run.program.place(batch))
-    meter.add(np.asarray(run.program.reduce_totals(totals), np.float64))
-    return run.record("test", meter, int(state.step)).top1
-
-
-def _loop(run: Run, state: TrainState) -> TrainState:
-    """Trains epoch by epoch, evaluates and saves after each, until the end or an interrupt."""
-    end_step = len(run.learning_rates)
-    while (step := int(state.step)) < end_step and not run.interrupted():
-        epoch_end = (step // run.steps_per_epoch + 1) * run.steps_per_epoch
-        state = _train_epoch(run, state, epoch_end)
-        step = int(state.step)
-        top1 = _evaluate(run, state) if step == epoch_end else None
-        position = {"epoch": step // run.steps_per_epoch, "batch": step % run.steps_per_epoch}
-        save(run.checkpoints, run.program.forms.unload(state), position, asdict(run.config), top1)
-    return state
-
-
-@contextmanager
-def _catch_interrupts() -> Iterator[Callable[[], bool]]:
-    """Turns the first SIGINT or SIGTERM into a flag; a second one ends the process at once."""
-    flag = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag.is_set
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def stop(number: int, _frame: Any) -> None:
-        flag.set()
-        signal.signal(number, signal.SIG_DFL)
-        os.write(sys.stderr.fileno(), b"\nstopping after this step, with a checkpoint; again to stop at once\n")
-
-    for number in handlers:
-        signal.signal(number, stop)
-    try:
-        yield flag.is_set
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _start(config: Config, workdir: Path, program: Program, steps_per_epoch: int) -> tuple[Checkpoints, TrainState]:
-    """Opens the checkpoints and returns the state to go on from, a fresh one if there is none."""
-    checkpoints = open_checkpoints(workdir / "checkpoints")
-    if checkpoints.last_step is None:
-        return checkpoints, program.init()
-    saved, position = restore(checkpoints, program.forms.saved_shape, program.mesh, program.forms.saved_formats)
-    state = program.forms.load(saved)
-    step = int(state.step)
-    if (position["epoch"], position["batch"]) != divmod(step, steps_per_epoch):
-        raise ValueError(
-            f"{workdir} stopped at batch {position['batch']} of epoch {position['epoch'] + 1}, which is not "
-            f"step {step} of the data given now: the training set has another size"
-        )
-    if step > config.epochs * steps_per_epoch:
-        raise ValueError(f"epochs={config.epochs} end before step {step}, where {workdir} is; pass more --epochs")
-    return checkpoints, state
-
-
-def train(config: Config, chain: Chain | None = None, optimizer: optax.GradientTransformation | None = None) -> Summary:
+def train(
+    config: Config,
+    chain: Chain | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    processes: Processes = Processes(),  # noqa: B008
+) -> Summary:
     """Trains a run, or goes on with the one in `config.workdir`, to its end or an interrupt.
 
     Args:
         config: the run.
         chain: a model of one's own in place of the configured ResNet.
         optimizer: one's own, for a learning rate of one, in place of the configured one.
+        processes: how to find the other processes of the run.
 
     Raises:
         ValueError: something the user gave cannot be; says what, the rule and the remedy.
+        BadNumbersError: gradients were not finite, too often.
+        OSError: the run's folder can no longer be written to.
     """
-    started = time.perf_counter()
-    start_platform(config.platform, config.devices, config.nccl)
-    mesh = make_mesh(config.devices, config.hosts)
-    program = make_program(config, mesh, chain, optimizer)
-    train_source, test_source = load(config.data)
-    steps_per_epoch = count_batches(len(train_source), config.global_batch, config.last_batch)
-    workdir = open_workdir(config)
-    checkpoints, state = _start(config, workdir, program, steps_per_epoch)
-    write_config(config, workdir)
-    start_step, end_step = int(state.step), config.epochs * steps_per_epoch
-    trim_metrics(workdir / "metrics.jsonl", start_step)
-    with open_display(config.epochs, steps_per_epoch, start_step) as display:
-        devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' if mesh.size > 1 else ''}"
-        examples = f"{len(train_source)} training and {len(test_source)} test examples"
-        display.say(f"{config.preset}: {examples}, {devices}, {workdir}")
-        if start_step:
-            display.say(f"resumed at step {start_step} of {end_step}")
-        if start_step < end_step:
-            if dropped := probe_options(mesh).dropped:
-                display.say(f"compile options that this jax does not know, left out: {', '.join(dropped)}")
-            display.say("compiling ...")
-            rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-            compiled = compile_program(program)
-            with _catch_interrupts() as interrupted:
-                run = Run(
-                    config, workdir, compiled, train_source, test_source, rates, steps_per_epoch, checkpoints, display,
-                    started, interrupted,
-                )  # fmt: skip
-                state = _loop(run, state)
-    step, last = int(state.step), checkpoints.top1(checkpoints.last_step)
-    return Summary(step == end_step, step, last, checkpoints.best, workdir, time.perf_counter() - started)
+    started, warnings = time.perf_counter(), list[str]()
+    join_processes(processes)
+    try:
+        with (
+            catch_interrupts() as interrupted,
+            start_run(config, chain, optimizer, warnings.append) as start,
+            open_display(config.epochs, start.program.steps_per_epoch, start.step, process_index() > 0) as display,
+        ):
+            mesh, end_step = start.program.mesh, start.program.num_steps
+            devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' if mesh.size > 1 else ''}"
+            examples = f"{len(start.train_source)} training and {len(start.test_source)} test examples"
+            display.say(f"{config.preset}: {examples}, {devices}, {start.workdir}")
+            for warning in warnings:
+                display.say(f"warning: {warning}")
+            if start.step:
+                display.say(f"resumed at step {start.step} of {end_step}")
+            step = start.step
+            if step < end_step:
+                step = _train(config, start, display, interrupted, started)
+            last = start.checkpoints.last if start.checkpoints else None
+            best = start.checkpoints.best if start.checkpoints else None
+    except (ValueError, OSError) as error:
+        announce_failure(str(error))
+        raise
+    return Summary(
+        step == end_step,
+        step,
+        last.test_top1 if last else None,
+        (best.step, best.test_top1) if best and best.test_top1 is not None else None,
+        start.workdir,
+        time.perf_counter() - started,
+    )
 
 
 def format_summary(summary: Summary) -> str:
@@ -234,21 +142,36 @@ def format_summary(summary: Summary) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command and returns its exit code: 0 finished, 1 file trouble, 2 a mistake, 130 interrupted."""
+    """Runs the command and returns its exit code.
+
+    0 finished; 1 trouble with files, or another process is gone; 2 a mistake; 3 numbers that are not finite;
+    4 nothing moved any more (`watchdog.HUNG`); 130 stopped by a signal, with a checkpoint to go on from.
+    """
     try:
-        summary = train(parse_config(arguments, "python -m trjax.train", "Train a ResNet, data-parallel."))
+        config, own = parse_options(arguments, "python -m trjax.train", "Train a ResNet, data-parallel.", Options())
+        if own.replay_step:
+            print(format_findings(replay(config)))
+            return 0
+        summary = train(config, processes=own.processes)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a full disk, a folder that went away
-        print(f"error: {error}; the last checkpoint is as it was", file=sys.stderr)
-        return 1
+        return MISTAKE
+    except BadNumbersError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_NUMBERS
+    except (OSError, jax.errors.JaxRuntimeError) as error:  # a full disk, a folder or a process that went away
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        print(f"error: {reason}; the last checkpoint is as it was", file=sys.stderr)
+        return FILES
     except KeyboardInterrupt:
         print("stopped before the first step: nothing to save", file=sys.stderr)
-        return 130
-    print(format_summary(summary))
-    return 0 if summary.finished else 130
+        return STOPPED
+    if process_index() == 0:
+        print(format_summary(summary))
+    return 0 if summary.finished else STOPPED
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    leave(code)
+    sys.exit(code)

@@ -1,6 +1,11 @@
 """A run's own folder: made new, or checked to hold the same run."""
 
+import fcntl
+import os
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +15,16 @@ from trjax.tables import config_from_table, config_to_toml, read_table
 
 _MAY_CHANGE = {
     "preset", "devices", "platform", "epochs", "reducer", "bucket_mb", "hosts", "nccl", "link_gbytes", "log_every",
-    "workdir", "data.root",
+    "deterministic", "save_every", "max_bad_steps", "watchdog_seconds", "workdir", "data.root",
 }  # fmt: skip
 """Options that a resumed run may be given anew; another value of any other would make it another run."""
 
 
-def _flat_options(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_options(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the options of a nested table by their dotted names."""
     options: dict[str, Any] = {}
     for key, value in table.items():
-        options |= _flat_options(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        options |= flat_options(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return options
 
 
@@ -40,6 +46,29 @@ def open_workdir(config: Config) -> Path:
     except OSError as error:
         raise ValueError(f"workdir={config.workdir or 'runs'} cannot be used: {error}") from error
     return workdir
+
+
+@contextmanager
+def lock_workdir(workdir: Path) -> Iterator[None]:
+    """Keeps the run's folder for this process; the lock goes with the process, however it ends.
+
+    Raises:
+        ValueError: another run has it; says which process.
+    """
+    try:
+        file = (workdir / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"workdir={workdir} cannot be used: {error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(f"workdir={workdir} is in use by {file.read().strip() or 'another run'}") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def write_config(config: Config, workdir: Path) -> None:
@@ -69,8 +98,8 @@ def _new_workdir(config: Config) -> Path:
 
 
 def _check_same_run(config: Config, path: Path) -> None:
-    saved = _flat_options(asdict(config_from_table(read_table(path), Config(), str(path))))
-    given = _flat_options(asdict(config))
+    saved = flat_options(asdict(config_from_table(read_table(path), Config(), str(path))))
+    given = flat_options(asdict(config))
     differing = [
         f"{option} is {saved[option]!r} there and {value!r} here"
         for option, value in given.items()

@@ -18,7 +18,7 @@ import optax
 from trjax import collectives
 from trjax.grouping import list_equations
 from trjax.optim import apply_optimizer
-from trjax.packing import flatten_shard, join_shards, spread_shards, unflatten
+from trjax.packing import all_finite, flatten_shard, join_shards, spread_shards, unflatten
 from trjax.plan import Plan, Region, name_leaves, restore_leaves, select_leaves
 from trjax.state import TrainState
 
@@ -66,7 +66,7 @@ def update_shards(
     plan: Plan,
     optimizer: optax.GradientTransformation,
     learning_rate: jax.Array,
-) -> tuple[TrainState, jax.Array]:
+) -> tuple[tuple[Any, Any, Any], jax.Array, jax.Array]:
     """Updates this device's shard of everything, then gathers the new parameters and statistics, group by group.
 
     Args:
@@ -77,7 +77,9 @@ def update_shards(
         learning_rate: float32, shape ().
 
     Returns:
-        The new state, and the results of the batch.
+        The new parameters, BatchNorm statistics and optimizer state; the results of the batch; and whether all that
+        was gathered is finite. A sum that is not leaves its parameter not finite either, whatever the optimizer, and
+        all devices see every parameter: they agree without another collective.
     """
     trained = select_leaves(state.params, plan.trained)
     leaves, index, shards = name_leaves(trained), collectives.device_index(), plan.shards
@@ -90,14 +92,14 @@ def update_shards(
     params, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, params, learning_rate)
     pieces = reduced | name_leaves(params)
     whole: dict[str, jax.Array] = {}
-    previous: jax.Array | None = None
+    gathered: list[jax.Array] = []
     for group in plan.groups:
         with jax.named_scope(f"all_reduce_{group.name}"):  # the second half of it
-            previous = collectives.all_gather(flatten_shard(group, pieces), previous)
-        whole |= unflatten(group, previous)
+            gathered.append(collectives.all_gather(flatten_shard(group, pieces), gathered[-1] if gathered else None))
+        whole |= unflatten(group, gathered[-1])
     params = restore_leaves(name_leaves(state.params) | whole, state.params)
     batch_stats = restore_leaves(whole, state.batch_stats)
-    return TrainState(params, batch_stats, opt_state, state.step + 1), whole["results"]
+    return (params, batch_stats, opt_state), whole["results"], all_finite(gathered)
 
 
 def _first_half(leaf: Any) -> np.ndarray:

@@ -53,9 +53,11 @@ def count_batches(num_examples: int, global_batch: int, last_batch: Literal["pad
     return num_examples // global_batch
 
 
-def _read_batch(source: Source, indices: np.ndarray, global_batch: int) -> Batch:
+def _read_batch(source: Source, indices: np.ndarray, rows: np.ndarray) -> Batch:
+    """Returns those rows of a batch, in order; the batch is padded where there are fewer examples."""
+    indices = indices[rows[rows < len(indices)]]
     images, labels = source.read(indices)
-    padding = global_batch - len(indices)
+    padding = len(rows) - len(indices)
     fill = [(0, padding)]
     return Batch(
         np.pad(images, fill + [(0, 0)] * (images.ndim - 1)),
@@ -72,18 +74,31 @@ def train_batches(
     start_step: int,
     end_step: int,
     last_batch: Literal["pad", "drop"] = "pad",
+    rows: np.ndarray | None = None,
 ) -> Iterator[Batch]:
-    """Yields the batches of steps `start_step` up to `end_step`, whatever came before: nothing is replayed."""
+    """Yields the batches of steps `start_step` up to `end_step`, whatever came before: nothing is replayed.
+
+    Args:
+        source: of the examples.
+        global_batch: examples of a batch.
+        seed: of the order.
+        start_step: from 0.
+        end_step: the first that is left out.
+        last_batch: of an epoch, if it is not full.
+        rows: positions in the batch of those examples that are read, in order; None: all.
+    """
+    rows = np.arange(global_batch) if rows is None else rows
     per_epoch = count_batches(len(source), global_batch, last_batch)
     order_epoch, order = -1, np.empty(0, np.int64)
     for step in range(start_step, end_step):
         epoch, position = divmod(step, per_epoch)
         if epoch != order_epoch:
             order_epoch, order = epoch, epoch_order(seed, epoch, len(source))
-        yield _read_batch(source, order[position * global_batch : (position + 1) * global_batch], global_batch)
+        yield _read_batch(source, order[position * global_batch : (position + 1) * global_batch], rows)
 
 
-def eval_batches(source: Source, global_batch: int) -> Iterator[Batch]:
-    """Yields every example once, in the source's order; the last batch is padded."""
+def eval_batches(source: Source, global_batch: int, rows: np.ndarray | None = None) -> Iterator[Batch]:
+    """Yields every example once, in the source's order, or those `rows` of every batch; the last one is padded."""
+    rows = np.arange(global_batch) if rows is None else rows
     for start in range(0, len(source), global_batch):
-        yield _read_batch(source, np.arange(start, min(start + global_batch, len(source))), global_batch)
+        yield _read_batch(source, np.arange(start, min(start + global_batch, len(source))), rows)

@@ -1,0 +1,122 @@
+"""`python -m trjax.launch --processes 2 -- TRAIN ARGUMENTS`: several processes of one run on this machine."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+import tyro
+
+_GRACE_SECONDS = 60  # for the others to end by themselves, once one has failed
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2), Linux
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run `python -m trjax.train` as several processes on this machine; its arguments follow behind `--`."""
+
+    processes: int = 2
+    """How many."""
+    gpus_per_process: int = 0
+    """GPUs that each process gets, in order; 0: all processes see all devices. On the CPU, give --devices to train."""
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    """Has the kernel send SIGTERM to this process when its parent is gone: it stops, with a checkpoint."""
+    with suppress(OSError, AttributeError):  # no Linux
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _start(options: Options, index: int, port: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if options.gpus_per_process:
+        first = index * options.gpus_per_process
+        own = range(first, first + options.gpus_per_process)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own))
+    found_by = ["--coordinator", f"127.0.0.1:{port}"]
+    found_by += ["--num-processes", str(options.processes), "--process-id", str(index)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "trjax.train", *arguments, *found_by],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment,
+        start_new_session=True, preexec_fn=_die_with_parent,
+    )  # fmt: skip
+
+
+def _prefix(index: int, lines: IO[str]) -> None:
+    for line in lines:
+        with suppress(OSError):  # nobody reads it any more; the processes go on
+            print(f"[{index}] {line}", end="", flush=True)
+
+
+def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
+    """Returns the exit code of the first process that failed, 0 if none did, when all have ended."""
+    code, deadline = 0, float("inf")
+    while any(child.poll() is None for child in children):
+        failed = [child.returncode for child in children if child.returncode]
+        if failed and not code:
+            code, deadline = failed[0], time.monotonic() + _GRACE_SECONDS
+        if time.monotonic() > deadline:
+            for child in children:
+                child.kill()
+        time.sleep(0.05)
+    return code or next((child.returncode for child in children if child.returncode), 0)
+
+
+def launch(options: Options, arguments: Sequence[str]) -> int:
+    """Runs the processes and returns the exit code of the first that failed, or 0; SIGINT and SIGTERM go to all.
+
+    Raises:
+        ValueError: the number of processes is not positive.
+    """
+    if options.processes < 1:
+        raise ValueError(f"processes={options.processes}: must be positive")
+    port = _free_port()
+    children: list[subprocess.Popen[str]] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        for child in children:
+            with suppress(ProcessLookupError):
+                child.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    for index in range(options.processes):
+        children.append(_start(options, index, port, arguments))
+    readers = [
+        threading.Thread(target=_prefix, args=(index, child.stdout)) for index, child in enumerate(children)
+    ]  # fmt: skip
+    for reader in readers:
+        reader.start()
+    code = _wait(children)
+    for reader in readers:
+        reader.join()
+    return 128 - code if code < 0 else code  # as a shell tells of a signal
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code."""
+    split = list(arguments).index("--") if "--" in arguments else len(arguments)
+    try:
+        options = tyro.cli(Options, prog="python -m trjax.launch", args=list(arguments[:split]))
+        return launch(options, arguments[split + 1 :])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""The loop of a run: epochs of steps, an evaluation and a checkpoint after each."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+
+from trjax.checkpoint import About, Checkpoints
+from trjax.config import Config
+from trjax.data.batches import Batch, eval_batches, train_batches
+from trjax.data.sources import Source
+from trjax.plan import NUM_SCORES
+from trjax.program import Program
+from trjax.records import Display, Meter, Record, append_metrics, make_record
+from trjax.state import TrainState
+from trjax.step import init_totals
+
+BAD_STEP = "bad_step.json"
+"""In the run's folder: the batch at which a run gave up."""
+
+
+class BadNumbersError(Exception):
+    """Too many steps in a row whose gradients are not finite."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop needs and never changes.
+
+    Attributes:
+        config: the run.
+        workdir: its folder.
+        program: compiled.
+        train_source: examples to learn from.
+        test_source: examples to be tested on.
+        learning_rates: of every update, float32.
+        checkpoints: of the run; None on all processes but the first, which alone writes.
+        display: for the console.
+        started: when, `time.perf_counter`.
+        interrupted: tells whether this process is to stop.
+        alone: there is no other process.
+        fed: to be told of every step: the watchdog.
+    """
+
+    config: Config
+    workdir: Path
+    program: Program
+    train_source: Source
+    test_source: Source
+    learning_rates: np.ndarray
+    checkpoints: Checkpoints | None
+    display: Display
+    started: float
+    interrupted: Callable[[], bool]
+    alone: bool
+    fed: Callable[[int], None]
+
+    def record(self, split: Literal["train", "test"], meter: Meter, step: int, skipped: int = 0) -> Record:
+        """Writes what the meter has gathered to the file and the console, and empties it."""
+        record = make_record(
+            split,
+            meter.totals,
+            skipped=meter.skipped,
+            epoch=(step - 1) // self.program.steps_per_epoch + 1,
+            step=step,
+            learning_rate=float(f"{self.learning_rates[step - 1 - skipped]:.7g}"),  # float32 has no more digits
+            images_per_second=meter.images_per_second,
+            seconds=time.perf_counter() - self.started,
+        )
+        meter.restart()
+        if self.checkpoints is not None:
+            append_metrics(self.workdir / "metrics.jsonl", record)
+        self.display.record(record)
+        return record
+
+    def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
+        """Yields this process's part of the batches of these steps."""
+        config = self.config
+        return train_batches(
+            self.train_source, config.global_batch, config.seed, start_step, end_step, config.last_batch,
+            self.program.rows,
+        )  # fmt: skip
+
+
+@dataclass
+class _Progress:
+    """Where a run is, as the results that were read tell.
+
+    Attributes:
+        skipped: steps that changed nothing, since the run began.
+        bad_in_row: of them, those since the last good one.
+        stopping: all processes have agreed to stop.
+    """
+
+    skipped: int
+    bad_in_row: int = 0
+    stopping: bool = False
+
+
+def _save(run: Run, state: TrainState, step: int, top1: float | None) -> None:
+    """Starts to save; what is sharded is gathered before, by all processes."""
+    whole = run.program.forms.unload(state)
+    if run.checkpoints is not None:
+        epoch, batch = divmod(step, run.program.steps_per_epoch)
+        run.checkpoints.save(whole, About(step, {"epoch": epoch, "batch": batch}, asdict(run.config), top1))
+
+
+def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, end_step: int) -> tuple[TrainState, int]:
+    """Trains up to `end_step` or a stop; results are read one step late, so that the devices never wait.
+
+    Every process reads the same results, and so all stop behind the same step.
+
+    Returns:
+        The state, and the step that it is behind.
+    """
+    meter, config, program = Meter(), run.config, run.program
+    votes = {asked: program.votes(asked) for asked in (False, True)}
+
+    def settle(step: int, outcome: jax.Array) -> None:
+        values = np.asarray(outcome, np.float64)
+        scores, bad = values[:NUM_SCORES], bool(values[-1])
+        progress.stopping |= bool(values[NUM_SCORES])
+        progress.skipped += bad
+        progress.bad_in_row = progress.bad_in_row + 1 if bad else 0
+        meter.add(scores, bad)
+        run.fed(step)
+        run.display.advance(step, (step - 1) // program.steps_per_epoch + 1, scores, meter.images_per_second)
+        if step % config.log_every == 0:
+            run.record("train", meter, step, progress.skipped)
+        progress.stopping |= 0 < config.max_bad_steps <= progress.bad_in_row
+
+    previous: tuple[int, jax.Array] | None = None
+    step, asked = start_step, False
+    for batch in run.batches(start_step, end_step):
+        state, outcome = program.train_step(state, program.place_train(batch), run.learning_rates, votes[asked])
+        step += 1
+        if previous:
+            settle(*previous)
+        previous = (step, outcome)
+        asked = run.interrupted()
+        if progress.stopping or (run.alone and asked):
+            break
+        if config.save_every and step % config.save_every == 0 and step < end_step:
+            _save(run, state, step, None)
+        if run.checkpoints is not None:
+            run.checkpoints.check()
+    if previous:
+        settle(*previous)
+        if meter.steps:
+            run.record("train", meter, step, progress.skipped)
+    return state, step
+
+
+def _evaluate(run: Run, state: TrainState, step: int, skipped: int) -> float:
+    """Evaluates every test example once, writes the record, and returns top-1."""
+    meter, program = Meter(), run.program
+    totals = init_totals(program.mesh)
+    for batch in eval_batches(run.test_source, run.config.global_batch, program.eval_rows):
+        totals = program.accumulate(totals, state.params, state.batch_stats, program.place(batch))
+        run.fed(step)
+    meter.add(np.asarray(program.reduce_totals(totals), np.float64))
+    return run.record("test", meter, step, skipped).top1
+
+
+def _give_up(run: Run, step: int, bad_in_row: int) -> None:
+    """Writes down the first of the bad batches, with which `--replay-step` does that step again, and raises."""
+    first = step - bad_in_row
+    config = run.config
+    (batch,) = train_batches(
+        run.train_source, config.global_batch, config.seed, first, first + 1, config.last_batch
+    )  # fmt: skip
+    indices = batch.indices[batch.mask > 0].tolist()
+    if run.checkpoints is not None:
+        epoch, devices = first // run.program.steps_per_epoch, run.program.mesh.size
+        text = json.dumps({"step": first, "epoch": epoch, "devices": devices, "indices": indices})
+        (run.workdir / BAD_STEP).write_text(text + "\n", encoding="utf-8")
+    raise BadNumbersError(
+        f"{bad_in_row} steps in a row, the first of them step {first + 1}, had gradients that are not finite; nothing "
+        f"has changed since. What was in its batch is in {run.workdir / BAD_STEP}; "
+        f"see where it begins with: python -m trjax.train --workdir {run.workdir} --replay-step"
+    )
+
+
+def run_loop(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
+    """Trains, evaluates and saves after each epoch and every `save_every` steps, until the end or a stop.
+
+    Raises:
+        BadNumbersError: too many steps in a row were bad; the state before them is saved.
+        OSError: a checkpoint could not be written.
+    """
+    end_step, per_epoch = len(run.learning_rates), run.program.steps_per_epoch
+    progress = _Progress(int(state.skipped))
+    while step < end_step and not progress.stopping and not (run.alone and run.interrupted()):
+        epoch_end = (step // per_epoch + 1) * per_epoch
+        state, step = _train(run, state, progress, step, epoch_end)
+        top1 = _evaluate(run, state, step, progress.skipped) if step == epoch_end else None
+        _save(run, state, step, top1)
+    if run.checkpoints is not None:
+        run.checkpoints.wait()
+    if 0 < run.config.max_bad_steps <= progress.bad_in_row:
+        _give_up(run, step, progress.bad_in_row)
+    return state, step

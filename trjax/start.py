@@ -1,0 +1,149 @@
+"""From a configuration to a run that can begin: everything checked, the same on all processes, nothing trained yet."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from trjax.chain import Chain
+from trjax.checkpoint import About, Checkpoints, decode, encode
+from trjax.config import Config
+from trjax.data.sources import Source, describe, load
+from trjax.mesh import make_mesh, start_platform
+from trjax.processes import broadcast, digest_code, exchange, process_index, require_same
+from trjax.program import Program, make_program
+from trjax.records import trim_metrics
+from trjax.state import TrainState
+from trjax.workdir import flat_options, lock_workdir, open_workdir, write_config
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that can begin.
+
+    Attributes:
+        workdir: its folder, which process 0 alone writes to.
+        program: not compiled yet.
+        train_source: examples to learn from.
+        test_source: examples to be tested on.
+        checkpoints: of the run; None on all processes but the first.
+        state: to go on from.
+        step: that the state is behind.
+    """
+
+    workdir: Path
+    program: Program
+    train_source: Source
+    test_source: Source
+    checkpoints: Checkpoints | None
+    state: TrainState
+    step: int
+
+
+def _facts(config: Config) -> dict[str, Any]:
+    """Returns what the processes of a run must have in common before they start a platform."""
+    own = {"workdir", "data.root"}  # paths may differ from machine to machine
+    options = {name: value for name, value in flat_options(asdict(config)).items() if name not in own}
+    return {"trjax's code": digest_code(), "jax": version("jax"), **options}
+
+
+def _load(config: Config) -> tuple[Source, Source]:
+    """Returns the training and the test source.
+
+    Raises:
+        ValueError: they cannot be loaded, or are not of the size that was planned for.
+    """
+    sources, spec = load(config.data), describe(config.data)
+    found, expected = [len(source) for source in sources], [spec.train_examples, spec.test_examples]
+    if found != expected:
+        raise ValueError(f"data.source={config.data.source}: {found} training and test examples, not {expected}")
+    return sources
+
+
+def _check_position(config: Config, workdir: Path, about: About, steps_per_epoch: int) -> None:
+    """Refuses a checkpoint that does not lie where the data given now and the epochs have it."""
+    epoch, batch = about.position["epoch"], about.position["batch"]
+    if (epoch, batch) != divmod(about.step, steps_per_epoch):
+        raise ValueError(
+            f"{workdir} stopped at batch {batch} of epoch {epoch + 1}, which is not step {about.step} of the data "
+            "given now: the training set has another size"
+        )
+    if about.step > config.epochs * steps_per_epoch:
+        raise ValueError(f"epochs={config.epochs} end before step {about.step}, where {workdir} is; pass more --epochs")
+
+
+def _open_checkpoints(config: Config, workdir: Path, steps_per_epoch: int, warn: Callable[[str], None]) -> Checkpoints:
+    """Opens the run's checkpoints; one to go on from must be whole, and fit the data, if there is any."""
+    checkpoints = Checkpoints(workdir / "checkpoints", warn)
+    if checkpoints.last is not None:
+        _check_position(config, workdir, checkpoints.last, steps_per_epoch)
+    elif checkpoints.damaged:
+        raise ValueError(
+            f"none of the checkpoints in {checkpoints.folder} is whole; use another --workdir, or move them away "
+            "to start anew"
+        )
+    return checkpoints
+
+
+def _first_state(program: Program, checkpoints: Checkpoints | None) -> tuple[TrainState, int]:
+    """Returns the state to go on from, the last checkpoint's or a fresh one, and its step; process 0 sends it to all.
+
+    The initial state is sent too: machines of different kinds need not compute the same bits.
+    """
+    forms = program.forms
+    last = checkpoints.last if checkpoints else None
+    step = int(exchange("step", str(last.step if last else -1))[0])
+    data = checkpoints.read(step) if checkpoints and last else b""
+    if step < 0 and jax.process_count() == 1:
+        return forms.init(), 0
+    if step < 0:
+        whole = forms.unload(forms.init())
+        data = encode(jax.tree.map(lambda leaf: leaf.addressable_data(0), whole), About(0, {}, {}, None))
+    where = f"the checkpoint in {checkpoints.folder}" if checkpoints else "the state of process 0"
+    return forms.load(decode(broadcast(data), forms.saved_shape, where)), max(step, 0)
+
+
+@contextmanager
+def start_run(
+    config: Config,
+    chain: Chain | None,
+    optimizer: optax.GradientTransformation | None,
+    warn: Callable[[str], None],
+) -> Iterator[Start]:
+    """Gives a run that can begin, with its folder locked.
+
+    Args:
+        config: the run.
+        chain: a model of one's own in place of the configured ResNet.
+        optimizer: one's own in place of the configured one.
+        warn: told of damaged checkpoints.
+
+    Raises:
+        ValueError: something the user gave cannot be, or the processes do not agree.
+    """
+    require_same("facts", _facts(config))
+    start_platform(config.platform, config.devices, config.nccl)
+    mesh = make_mesh(config.devices, config.hosts)
+    program, (train_source, test_source) = make_program(config, mesh, chain, optimizer), _load(config)
+    plan = hashlib.sha256(repr(program.plan).encode()).hexdigest()[:12]
+    sizes = [len(train_source), len(test_source)]
+    require_same("plan", {"the plan": plan, "training and test examples": sizes, "devices": jax.local_device_count()})
+    if process_index():
+        workdir = Path(exchange("workdir", "")[0])
+        state, step = _first_state(program, None)
+        yield Start(workdir, program, train_source, test_source, None, state, step)
+        return
+    workdir = open_workdir(config)
+    with lock_workdir(workdir):
+        checkpoints = _open_checkpoints(config, workdir, program.steps_per_epoch, warn)
+        exchange("workdir", str(workdir))
+        state, step = _first_state(program, checkpoints)
+        write_config(config, workdir)
+        trim_metrics(workdir / "metrics.jsonl", step)
+        yield Start(workdir, program, train_source, test_source, checkpoints, state, step)
