@@ -62,18 +62,25 @@ def _prefix(index: int, lines: IO[str]) -> None:
             print(f"[{index}] {line}", end="", flush=True)
 
 
+def _describe(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
 def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
     """Returns the exit code of the first process that failed, 0 if none did, when all have ended."""
-    code, deadline = 0, float("inf")
-    while any(child.poll() is None for child in children):
-        failed = [child.returncode for child in children if child.returncode]
-        if failed and not code:
-            code, deadline = failed[0], time.monotonic() + _GRACE_SECONDS
+    first, deadline = 0, float("inf")
+    while True:
+        codes = [child.poll() for child in children]
+        failed = [(index, code) for index, code in enumerate(codes) if code]
+        if failed and not first:
+            (index, first), deadline = failed[0], time.monotonic() + _GRACE_SECONDS
+            print(f"process {index} was the first to end, {_describe(first)}", file=sys.stderr)
+        if None not in codes:
+            return first
         if time.monotonic() > deadline:
             for child in children:
                 child.kill()
         time.sleep(0.05)
-    return code or next((child.returncode for child in children if child.returncode), 0)
 
 
 def launch(options: Options, arguments: Sequence[str]) -> int:

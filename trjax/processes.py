@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -185,6 +186,8 @@ def broadcast(data: bytes) -> bytes:
 def leave(code: int) -> None:
     """Ends this process at once if it failed and there are others: they may be dead, and an orderly end would wait."""
     if code and _client() is not None:
+        if process_index() == 0:
+            time.sleep(1)  # it holds what the others still read
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,11 +1,12 @@
 """`python -m trjax.train`: from a command line to a trained model."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import jax
 import optax
@@ -141,6 +142,14 @@ def format_summary(summary: Summary) -> str:
     return "\n".join(lines)
 
 
+def _tell(text: str, file: TextIO) -> None:
+    """Prints; where nobody reads any more, nothing happens, now or when the process ends."""
+    try:
+        print(text, file=file, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code.
 
@@ -150,24 +159,24 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config, own = parse_options(arguments, "python -m trjax.train", "Train a ResNet, data-parallel.", Options())
         if own.replay_step:
-            print(format_findings(replay(config)))
+            _tell(format_findings(replay(config)), sys.stdout)
             return 0
         summary = train(config, processes=own.processes)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(f"error: {error}", sys.stderr)
         return MISTAKE
     except BadNumbersError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(f"error: {error}", sys.stderr)
         return BAD_NUMBERS
     except (OSError, jax.errors.JaxRuntimeError) as error:  # a full disk, a folder or a process that went away
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        print(f"error: {reason}; the last checkpoint is as it was", file=sys.stderr)
+        _tell(f"error: {reason}; the last checkpoint is as it was", sys.stderr)
         return FILES
     except KeyboardInterrupt:
-        print("stopped before the first step: nothing to save", file=sys.stderr)
+        _tell("stopped before the first step: nothing to save", sys.stderr)
         return STOPPED
     if process_index() == 0:
-        print(format_summary(summary))
+        _tell(format_summary(summary), sys.stdout)
     return 0 if summary.finished else STOPPED
 
 
