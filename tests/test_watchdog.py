@@ -1,0 +1,38 @@
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trjax.watchdog import HUNG, watch
+
+CODE = """
+import sys, time
+from pathlib import Path
+from trjax.watchdog import watch
+
+def stuck():
+    time.sleep(60)
+
+with watch(0.5, 3, Path("watchdog.log")) as fed:
+    for step in range(4):
+        time.sleep(0.3)
+        fed(step)
+    stuck()
+"""
+
+
+def test_a_process_that_hangs_ends_with_every_stack() -> None:
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", CODE], timeout=60, capture_output=True, text=True)
+    assert time.monotonic() - start < 30
+    assert done.returncode == HUNG
+    for text in (done.stderr, Path("watchdog.log").read_text()):
+        assert "process 3 has finished no step for 0.5 s, the last was step 3" in text
+        assert "in stuck" in text
+
+
+def test_it_lets_go_of_a_run_that_ends_and_of_one_without_it(tmp_path: Path) -> None:
+    for seconds in (0.0, 60.0):
+        with watch(seconds, 0, tmp_path / "log") as fed:
+            fed(1)
+    assert not (tmp_path / "log").exists()
