@@ -1,0 +1,201 @@
+"""Does a run that is killed at any moment, and started again, end as if nothing had happened?
+
+Each run of a small job on the digits is sent a signal at a random moment of its steps, evaluations and savings, then
+started again until it ends. Its parameters, statistics and momentum must then be those of the undisturbed run, to the
+bit, and every start must go on from the newest checkpoint there is.
+"""
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+from report import announce, main, progress, write_rows
+from safetensors.numpy import load_file
+
+JOB = [
+    "--platform", "cpu", "--model.width", "4", "--epochs", "8", "--optim.warmup-epochs", "1", "--save-every", "4",
+    "--bn", "sync", "--log-every", "1000",
+]  # fmt: skip
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
+COLORS = {"steps": "#1f77b4", "evaluation": "#2ca02c", "saving": "#d62728", "start": "#7f7f7f", "none": "#000000"}
+TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Options:
+    """Kill runs at random moments, resume them, and compare what they come to with a run that nobody disturbed."""
+
+    runs: int = 100
+    """How many."""
+    signal: Literal["kill", "term"] = "kill"
+    """SIGKILL, or SIGTERM, which lets a run save first."""
+    processes: int = 1
+    """Of each run, with two devices in all; one of them gets the signal."""
+    seed: int = 0
+    """Of the random moments."""
+    quick: bool = False
+    """Two runs."""
+    out: Path = Path("results")
+    """Folder for the CSV and the figure."""
+
+
+def _start(workdir: Path, processes: int, cache: Path) -> list[subprocess.Popen[str]]:
+    """Starts the job's processes; compiled programs are kept, so that only the first start compiles."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "trjax.train", *JOB, "--workdir", str(workdir)]
+    command += ["--devices", "0-1" if processes == 1 else "0"]
+    children = []
+    for index in range(processes):
+        found_by = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(processes), "--process-id", str(index)]
+        log = (workdir.parent / f"{workdir.name}.{index}.log").open("a", encoding="utf-8")
+        own = command + (found_by if processes > 1 else [])
+        with log:
+            children.append(subprocess.Popen(own, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment))
+    return children
+
+
+def _log(workdir: Path) -> str:
+    return (workdir.parent / f"{workdir.name}.0.log").read_text(encoding="utf-8")
+
+
+def _finish(children: Sequence[subprocess.Popen[str]]) -> list[int]:
+    try:
+        return [child.wait(TIMEOUT_SECONDS) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+
+
+def _await(workdir: Path, children: Sequence[subprocess.Popen[str]], text: str, count: int) -> None:
+    """Returns when process 0 has said something that often, or has ended."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while _log(workdir).count(text) < count and children[0].poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def undisturbed(folder: Path, processes: int) -> tuple[dict[str, np.ndarray], float]:
+    """Returns what the job comes to, and the seconds from the end of its compilation to its own end.
+
+    Raises:
+        ValueError: it fails.
+    """
+    for name in ("warm", "whole"):  # the first one compiles
+        children = _start(folder / name, processes, folder / "cache")
+        _await(folder / name, children, "compiling", 1)
+        began = time.monotonic()
+        if any(_finish(children)):
+            raise ValueError(f"the undisturbed run failed: {_log(folder / name)}")
+    return final(folder / "whole"), time.monotonic() - began
+
+
+def newest(workdir: Path) -> int:
+    """Returns the step of the newest checkpoint, 0 if there is none."""
+    return max((int(path.stem) for path in (workdir / "checkpoints").glob("*.safetensors")), default=0)
+
+
+def final(workdir: Path) -> dict[str, np.ndarray]:
+    """Returns the arrays in the newest checkpoint, by name."""
+    return load_file(workdir / "checkpoints" / f"{newest(workdir)}.safetensors")
+
+
+def _moment(workdir: Path) -> str:
+    """Returns what a run was at when it was killed, by what it left behind."""
+    if any((workdir / "checkpoints").glob("*.partial")):
+        return "saving"
+    records = workdir / "metrics.jsonl"
+    lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
+    if not lines and not newest(workdir):
+        return "start"
+    return "evaluation" if lines and '"train"' in lines[-1] else "steps"
+
+
+def disturb(
+    folder: Path, name: str, options: Options, whole: dict[str, np.ndarray], loop_seconds: float
+) -> dict[str, Any]:
+    """Sends one run its signal, resumes it, and returns the row of what came of it."""
+    workdir, chance = folder / name, random.Random(f"{options.seed} {name}")
+    delay = chance.uniform(0.0, loop_seconds)
+    children = _start(workdir, options.processes, folder / "cache")
+    _await(workdir, children, "compiling", 1)
+    time.sleep(delay)
+    children[chance.randrange(options.processes)].send_signal(SIGNALS[options.signal])
+    codes = _finish(children)
+    moment, at = _moment(workdir) if any(codes) else "none", newest(workdir)
+    resumed, ended = at, list(codes)
+    if any(codes):
+        before = len(_log(workdir))
+        ended += _finish(_start(workdir, options.processes, folder / "cache"))
+        said = re.search(r"resumed at step (\d+)", _log(workdir)[before:])
+        resumed = int(said.group(1)) if said else 0
+    found = final(workdir)
+    equal = found.keys() == whole.keys() and all(found[leaf].tobytes() == whole[leaf].tobytes() for leaf in whole)
+    lost = resumed < at or "its digest" in _log(workdir)
+    return {
+        "run": name, "after s": round(delay, 2), "during": moment, "codes": " ".join(map(str, ended)),
+        "newest checkpoint": at, "resumed at": resumed, "lost": int(lost), "equal": int(equal),
+    }  # fmt: skip
+
+
+def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Draws where each run went on, over the moment of its signal."""
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for moment, color in COLORS.items():
+        some = [row for row in rows if row["during"] == moment]
+        if some:
+            axes.plot(
+                [row["after s"] for row in some], [row["resumed at"] for row in some],
+                "o", color=color, markersize=5, label=f"{moment}: {len(some)}",
+            )  # fmt: skip
+    axes.set_xlabel("signal after (s)")
+    axes.set_ylabel("resumed at step")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(title="signal during", loc="upper left")
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def run(options: Options) -> None:
+    """Runs the experiment, prints the table and writes the files; raises ValueError if a run did not survive."""
+    if options.runs < 1 or options.processes not in (1, 2):
+        raise ValueError(f"runs={options.runs} with processes={options.processes}: at least 1, with 1 or 2 processes")
+    announce(f"{options.processes} process(es), 2 CPU devices, {os.cpu_count()} CPU cores", options.out)
+    count = min(options.runs, 2) if options.quick else options.runs
+    rows = []
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        whole, loop_seconds = undisturbed(folder, options.processes)
+        for index in range(count):
+            rows.append(disturb(folder, f"run{index}", options, whole, loop_seconds))
+            progress(f"{index + 1}/{count}: {rows[-1]}")
+    name = f"soak_{options.signal}_{options.processes}"
+    write_rows(options.out / f"{name}.csv", rows)
+    equal, lost = sum(row["equal"] for row in rows), sum(row["lost"] for row in rows)
+    title = f"SIG{options.signal.upper()}, {options.processes} process(es): {equal} of {count} runs end bitwise equal"
+    draw(options.out / f"{name}.png", title, rows)
+    print(f"{title}; {lost} checkpoints lost")
+    if equal < count or lost:
+        raise ValueError("a run did not survive")
+
+
+if __name__ == "__main__":
+    main(run, Options)
