@@ -18,7 +18,7 @@ from trjax.cost import Topology, make_machine, parse_topology
 from trjax.figures import draw_timeline
 from trjax.forms import conv_order_of
 from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
-from trjax.options import probe_options
+from trjax.options import nccl_settings, probe_options
 from trjax.plan import Plan
 from trjax.planning import compare_groupings, expect, machine_of
 from trjax.presets import parse_options
@@ -151,7 +151,7 @@ def _prepare(config: Config, options: StepOptions) -> Mesh:
     if options.attached:
         if options.target or options.topology:
             raise ValueError("attached: the devices of this machine are read; leave out --target and --topology")
-        start_platform(config.platform, config.devices, config.nccl)
+        start_platform(config.platform, config.devices, nccl_settings(config))
         return make_mesh(config.devices, config.hosts)
     if config.hosts:
         raise ValueError("hosts: for a target, --topology says how many there are; leave out --hosts")
@@ -209,7 +209,7 @@ def explain_step(arguments: Sequence[str]) -> int:
             f"{machine.target.name}, which has {present / 1e9:.0f}; use a smaller one or more devices"
         )
     expected = expect(config, program.plan, machine.topology)
-    found = audit(compiled, machine, config.global_batch, expected, probe_options(mesh).dropped)
+    found = audit(compiled, machine, config.global_batch, expected, probe_options(mesh, config.deterministic).dropped)
     groupings = compare_groupings(config, shape_run(config), machine, "OHWI")
     print("\n\n".join([title, format_audit(found), format_choice(groupings, config.reducer)]))
     if not options.attached:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from trjax.config import Config
 from trjax.mesh import REPLICATED, placement
 
 Options = dict[str, Any]
@@ -36,6 +37,18 @@ _BY_PLATFORM: dict[str, Options] = {
     },
 }
 
+_DETERMINISTIC: dict[str, Options] = {
+    # Every kernel whose result depends on the order in which threads add is refused or replaced, and none is chosen
+    # by how long it took.
+    "gpu": {
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_exclude_nondeterministic_ops": True,
+        "xla_gpu_autotune_level": 0,
+    },
+}
+"""Options of `--deterministic`, beside those of the platform; the CPU needs none."""
+_DETERMINISTIC_NCCL = ("NCCL_ALGO=Ring", "NCCL_PROTO=Simple")  # one order of sums, whatever the message and the load
+
 INIT_OPTIONS: dict[str, Options] = {"cpu": {"xla_backend_optimization_level": 0}}
 """Options of the initialisation: it runs once, and optimising its random bits takes longer than drawing them."""
 
@@ -53,20 +66,30 @@ class CompilerOptions:
     dropped: tuple[str, ...]
 
 
+def nccl_settings(config: Config) -> tuple[str, ...]:
+    """Returns the NAME=VALUE pairs for NCCL's environment; what the user says comes last, and so wins."""
+    return (*(_DETERMINISTIC_NCCL if config.deterministic else ()), *config.nccl)
+
+
 @cache
-def probe_options(mesh: Mesh, wanted: tuple[tuple[str, bool | int | str], ...] = ()) -> CompilerOptions:
+def probe_options(
+    mesh: Mesh, deterministic: bool = False, wanted: tuple[tuple[str, bool | int | str], ...] = ()
+) -> CompilerOptions:
     """Returns the options of the mesh's platform that its compiler knows, found by compiling next to nothing.
 
     Options come and go between versions of XLA, and an unknown one is an error.
 
     Args:
         mesh: the devices; those of a topology description will do.
+        deterministic: with those that give the same bits in every run.
         wanted: options to probe in place of the platform's own.
 
     Raises:
         jax.errors.JaxRuntimeError: the compiler fails for another reason.
     """
-    accepted: Options = dict(wanted) or dict(_BY_PLATFORM.get(mesh.devices.flat[0].platform, {}))
+    platform = mesh.devices.flat[0].platform
+    added = _DETERMINISTIC.get(platform, {}) if deterministic else {}
+    accepted: Options = dict(wanted) or {**_BY_PLATFORM.get(platform, {}), **added}
     dropped: list[str] = []
     nothing = jax.jit(lambda x: x, in_shardings=placement(mesh, REPLICATED)).lower(jax.ShapeDtypeStruct((), "float32"))
     while True:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,20 +139,28 @@ def announce_failure(message: str) -> None:
         client.wait_at_barrier("trjax/farewell", _FAREWELL_MS)
 
 
+def find_differing(said: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns where what the processes say, by name, is not what process 0 says.
+
+    >>> find_differing([{"seed": 1}, {"seed": 2}])
+    ['seed is 2 on process 1 and 1 on process 0']
+    """
+    return [
+        f"{name} is {own.get(name)!r} on process {process} and {said[0].get(name)!r} on process 0"
+        for process, own in enumerate(said)
+        for name in sorted(own.keys() | said[0].keys())
+        if own.get(name) != said[0].get(name)
+    ]
+
+
 def require_same(topic: str, facts: Mapping[str, Any]) -> None:
     """Compares facts by name with those of process 0.
 
     Raises:
         ValueError: they differ; says on which process, and from what. All processes raise the same.
     """
-    said = [json.loads(text) for text in exchange(topic, json.dumps(facts, default=str))]
-    differing = [
-        f"{name} is {own.get(name)!r} on process {process} and {said[0].get(name)!r} on process 0"
-        for process, own in enumerate(said)
-        for name in sorted(own.keys() | said[0].keys())
-        if own.get(name) != said[0].get(name)
-    ]
-    if differing:
+    said = exchange(topic, json.dumps(facts, default=str))
+    if differing := find_differing([json.loads(text) for text in said]):
         raise ValueError(f"the processes of a run must agree: {'; '.join(differing)}")
 
 

@@ -162,7 +162,7 @@ def _step_options(config: Config, reducer: Reducer, plan: Plan, mesh: Mesh) -> O
     """
     if reducer.ordinary:
         return None
-    options = probe_options(mesh).accepted
+    options = probe_options(mesh, config.deterministic).accepted
     lone = any(len(group.regions) == 1 and len(group.regions[0].shape) == 4 for group in plan.groups)
     if not lone or config.precision != "float32":
         return options
@@ -194,7 +194,11 @@ def make_program(
     forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
     recipe, augment = _make_recipe(config, reducer, shapes.chain, plan), make_augment(config.data, spec, config.seed)
     steps_per_epoch = count_batches(spec.train_examples, config.global_batch, config.last_batch)
-    accumulate, reduce_totals = make_evaluation(shapes.chain, partial(normalise, spec=spec), mesh, forms.formats)
+    accumulate, reduce_totals = make_evaluation(
+        shapes.chain, partial(normalise, spec=spec), mesh, forms.formats,
+        probe_options(mesh, config.deterministic).accepted,
+    )  # fmt: skip
+
     return Program(
         mesh=mesh,
         recipe=recipe,

@@ -16,6 +16,7 @@ from trjax.checkpoint import About, Checkpoints, decode, encode
 from trjax.config import Config
 from trjax.data.sources import Source, describe, load
 from trjax.mesh import make_mesh, start_platform
+from trjax.options import nccl_settings
 from trjax.processes import broadcast, digest_code, exchange, process_index, require_same
 from trjax.program import Program, make_program
 from trjax.records import trim_metrics
@@ -128,7 +129,7 @@ def start_run(
         ValueError: something the user gave cannot be, or the processes do not agree.
     """
     require_same("facts", _facts(config))
-    start_platform(config.platform, config.devices, config.nccl)
+    start_platform(config.platform, config.devices, nccl_settings(config))
     mesh = make_mesh(config.devices, config.hosts)
     program, (train_source, test_source) = make_program(config, mesh, chain, optimizer), _load(config)
     plan = hashlib.sha256(repr(program.plan).encode()).hexdigest()[:12]

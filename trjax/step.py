@@ -18,7 +18,7 @@ from trjax.data.batches import Batch
 from trjax.keys import stream_key
 from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, fill, placement
 from trjax.optim import apply_optimizer
-from trjax.options import Options, probe_options
+from trjax.options import Options
 from trjax.plan import NUM_SCORES, Plan, name_leaves, restore_leaves, select_leaves
 from trjax.state import TrainState
 from trjax.zero import update_shards
@@ -115,7 +115,9 @@ def train_split(micro_batches: int) -> PartitionSpec:
     return SPLIT if micro_batches == 1 else SPLIT_MICRO
 
 
-def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], mesh: Mesh, formats: Any) -> Any:
+def make_evaluation(
+    chain: Chain, preprocess: Callable[[jax.Array], jax.Array], mesh: Mesh, formats: Any, options: Options | None = None
+) -> Any:
     """Returns the two programs of an evaluation: `accumulate` and `reduce_totals`.
 
     `accumulate(totals, params, batch_stats, batch) -> totals` adds a batch's scores to each device's own
@@ -128,6 +130,7 @@ def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], 
         preprocess: maps uint8 images to the network's input.
         mesh: the devices.
         formats: of the state, `StateForms.formats`.
+        options: to compile with.
     """
 
     def accumulate(totals: jax.Array, params: Any, batch_stats: Any, block: Batch) -> jax.Array:
@@ -138,7 +141,7 @@ def make_evaluation(chain: Chain, preprocess: Callable[[jax.Array], jax.Array], 
     def reduce_totals(totals: jax.Array) -> jax.Array:
         return collectives.sum_results(totals[0])
 
-    compile_over = partial(jax.jit, compiler_options=probe_options(mesh).accepted)
+    compile_over = partial(jax.jit, compiler_options=options)
     split, whole = placement(mesh, SPLIT), placement(mesh, REPLICATED)
     specs = (SPLIT, REPLICATED, REPLICATED, SPLIT)
     return (

@@ -62,7 +62,7 @@ class Summary:
 def _train(config: Config, start: Start, display: Display, interrupted: Callable[[], bool], started: float) -> int:
     """Compiles and trains, and returns the step at which the run is then."""
     program = start.program
-    if dropped := probe_options(program.mesh).dropped:
+    if dropped := probe_options(program.mesh, config.deterministic).dropped:
         display.say(f"compile options that this jax does not know, left out: {', '.join(dropped)}")
     display.say("compiling ...")
     rates = make_learning_rates(config.optim, config.epochs, program.steps_per_epoch, config.global_batch)

@@ -1,0 +1,131 @@
+"""What does saving cost a run: written while it trains, and for comparison while it waits?
+
+One model trains the same steps three ways in turns: without checkpoints, with one every so many steps beside the
+training, and with as many for which it waits. On the CPU the writer takes cores from the training; beside a GPU it
+takes none of it.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+from report import announce, hardware, main, progress, write_rows
+
+from trjax.checkpoint import About, Checkpoints
+from trjax.config import Config
+from trjax.data.batches import train_batches
+from trjax.data.sources import load
+from trjax.mesh import make_mesh, start_platform
+from trjax.presets import preset_config
+from trjax.program import Program, compile_program, make_program
+
+Way = Literal["none", "beside", "waiting"]
+WAYS: tuple[Way, ...] = ("none", "beside", "waiting")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train with checkpoints written beside the training, with waiting for them, and without any."""
+
+    repeats: int = 5
+    """Turns of each way."""
+    epochs_per_save: int = 1
+    """Epochs of the digits between two checkpoints."""
+    quick: bool = False
+    """Two turns of a narrower model."""
+    out: Path = Path("results")
+    """Folder for the CSV and the figure."""
+
+
+def train(config: Config, program: Program, state: Any, way: Way, every: int, folder: Path) -> tuple[Any, float, float]:
+    """Returns the state behind three intervals of steps, the seconds that they took, and those inside of `save`."""
+    checkpoints = Checkpoints(folder, print)
+    rates, votes = np.full(program.num_steps, 0.01, np.float32), program.votes(False)
+    saving, start = 0.0, time.perf_counter()
+    for step, batch in enumerate(train_batches(load(config.data)[0], config.global_batch, 0, 0, 3 * every), start=1):
+        state, outcome = program.train_step(state, program.place_train(batch), rates, votes)
+        jax.block_until_ready(outcome)
+        if way != "none" and step % every == 0:
+            began = time.perf_counter()
+            checkpoints.save(state, About(step, {}, asdict(config), None))
+            if way == "waiting":
+                checkpoints.wait()
+            saving += time.perf_counter() - began
+    seconds = time.perf_counter() - start
+    checkpoints.wait()
+    return state, seconds, saving
+
+
+def measure(config: Config, every: int, repeats: int) -> list[dict[str, Any]]:
+    """Returns a row for each way; they take turns, and the median of the turns is told."""
+    program = compile_program(make_program(config, make_mesh("0")))
+    state = program.init()
+    state_mb = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6
+    times = {way: list[tuple[float, float]]() for way in WAYS}
+    for turn in range(repeats + 1):
+        for way in WAYS:
+            with TemporaryDirectory() as folder:
+                state, *found = train(config, program, state, way, every, Path(folder))
+            if turn:  # the first warms up
+                times[way].append((found[0], found[1]))
+        progress(f"turn {turn} of {repeats}")
+    plain = float(np.median([total for total, _ in times["none"]]))
+    rows = []
+    for way in WAYS:
+        total, saving = np.median(times[way], axis=0)
+        ratios = [own / other for (own, _), (other, _) in zip(times[way], times["none"], strict=True)]
+        rows.append({
+            "model": f"{config.model.arch}, width {config.model.width or 16}", "state MB": round(state_mb, 2),
+            "steps a save": every, "saving": way, "step ms": round(1e3 * total / (3 * every), 2),
+            "in save, ms each": round(1e3 * saving / 3, 2),
+            "in save, % of a step": round(100 * saving / plain, 2),
+            "cost %": round(100 * (float(np.median(ratios)) - 1), 2),
+        })  # fmt: skip
+    return rows
+
+
+def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Draws what each way costs: in all, and inside of the training's own thread."""
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    saved = [row for row in rows if row["saving"] != "none"]
+    at = np.arange(len(saved))
+    for shift, column, color in ((-0.2, "cost %", "#1f77b4"), (0.2, "in save, % of a step", "#ff7f0e")):
+        label = {"cost %": "the whole run", "in save, % of a step": "the training's own thread, in `save`"}[column]
+        bars = axes.bar(at + shift, [row[column] for row in saved], 0.36, color=color, label=label)
+        axes.bar_label(bars, fmt="%.2f", padding=2)
+    axes.axhline(2, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xticks(at, [row["saving"] for row in saved])
+    axes.set_ylabel("% of the training")
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend()
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def run(options: Options) -> None:
+    """Runs the experiment, prints the table and writes the files."""
+    if options.repeats < 1 or options.epochs_per_save < 1:
+        raise ValueError(f"repeats={options.repeats}, epochs_per_save={options.epochs_per_save}: must be positive")
+    start_platform("cpu", "0")
+    config, repeats = preset_config("digits"), options.repeats
+    if options.quick:
+        config, repeats = replace(config, model=replace(config.model, width=4)), 2
+    announce(hardware(), options.out)
+    steps_per_epoch = make_program(config, make_mesh("0")).steps_per_epoch
+    rows = measure(config, options.epochs_per_save * steps_per_epoch, repeats)
+    write_rows(options.out / "checkpoint_cost.csv", rows)
+    title = f"{rows[0]['model']}, {rows[0]['state MB']} MB, a checkpoint every {rows[0]['steps a save']} steps"
+    draw(options.out / "checkpoint_cost.png", f"{title}, {os.cpu_count()} CPU cores", rows)
+
+
+if __name__ == "__main__":
+    main(run, Options)

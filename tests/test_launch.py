@@ -1,0 +1,127 @@
+"""Several processes on this machine, as users start them: the same numbers, the same end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+JOB = [
+    "--data.source", "synthetic", "--data.image-shape", "8", "8", "3", "--data.train-examples", "100",
+    "--data.test-examples", "50", "--data.crop-padding", "1", "--data.flip", "--model.width", "4",
+    "--global-batch", "24", "--optim.warmup-epochs", "0", "--platform", "cpu", "--bn", "sync",
+]  # fmt: skip
+ROUNDING = 2e-5
+"""Of parameters after ten steps: sums in another order, amplified; 3e-6 was seen."""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Compiled programs are kept for the whole module; compiled fast, to run slowly."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    return {
+        **kept, "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PYTHONUNBUFFERED": "1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }  # fmt: skip
+
+
+def start(environment: dict[str, str], *command: str, log: str = "log") -> subprocess.Popen[str]:
+    with Path(log).open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command], stdout=file, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+
+
+def launch(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    return start(environment, "trjax.launch", "--processes", "2", "--", *JOB, *arguments)
+
+
+def wait_for(text: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while text not in Path("log").read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(Path("log").read_text())
+        time.sleep(0.02)
+
+
+def children_of(process: subprocess.Popen[str]) -> list[int]:
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return sorted(int(child) for child in listed)
+
+
+def state(workdir: str, step: int) -> dict[str, np.ndarray]:
+    return load_file(Path(workdir, "checkpoints", f"{step}.safetensors"))
+
+
+def lines(workdir: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_compute_what_one_does_also_after_a_stop_on_other_devices(environment: dict[str, str]) -> None:
+    """2 x 2 devices, one process asked to stop; resumed by one process on three devices; against 1 x 4."""
+    whole = start(environment, "trjax.train", *JOB, "--epochs", "2", "--devices", "0-3", "--workdir", "whole", log="w")
+    assert whole.wait(200) == 0, Path("w").read_text()
+    two = launch(environment, "--epochs", "2", "--devices", "0-1", "--workdir", "two")
+    assert two.wait(200) == 0, Path("log").read_text()
+    assert "[0] synthetic" not in Path("log").read_text()
+    assert "[1] finished" not in Path("log").read_text()  # process 0 speaks for all
+    for one, other in zip(lines("whole"), lines("two"), strict=True):
+        assert (one["step"], one["split"], one["examples"]) == (other["step"], other["split"], other["examples"])
+        assert one["loss"] == pytest.approx(other["loss"], rel=ROUNDING)
+    left, right = state("whole", 10), state("two", 10)
+    for name, leaf in left.items():
+        np.testing.assert_allclose(right[name], leaf, atol=ROUNDING, err_msg=name)
+
+    stopped = launch(environment, "--epochs", "4000", "--devices", "0-1", "--workdir", "stopped")
+    wait_for("epoch 2/", stopped)
+    os.kill(children_of(stopped)[1], signal.SIGTERM)
+    assert stopped.wait(100) == 130, Path("log").read_text()
+    (step,) = {record["step"] for record in lines("stopped")[-1:]}
+    assert f"stopped at step {step} after" in Path("log").read_text()
+    end = -(-step // 5) + 1
+    resumed = start(
+        environment, "trjax.train", "--workdir", "stopped", "--epochs", str(end), "--devices", "0-2", log="resumed"
+    )
+    assert resumed.wait(200) == 0, Path("resumed").read_text()
+    assert f"resumed at step {step} of {5 * end}" in Path("resumed").read_text()
+    assert sum(record["examples"] for record in lines("stopped") if record["split"] == "train") == 100 * end
+
+
+def test_the_death_of_one_ends_all_and_loses_nothing(environment: dict[str, str]) -> None:
+    killed = launch(environment, "--epochs", "4000", "--devices", "0", "--workdir", "run")
+    wait_for("epoch 2/", killed)
+    os.kill(children_of(killed)[1], signal.SIGKILL)
+    began = time.monotonic()
+    assert killed.wait(100) == 137, Path("log").read_text()
+    assert time.monotonic() - began < 60
+    assert "process 1 was the first to end, by SIGKILL" in Path("log").read_text()
+    (last, *_) = sorted((int(path.stem) for path in Path("run/checkpoints").glob("*.safetensors")), reverse=True)
+
+    orphaned = launch(environment, "--epochs", "4000", "--devices", "0", "--workdir", "run")
+    wait_for(f"resumed at step {last} of 20000", orphaned)
+    children = children_of(orphaned)
+    orphaned.kill()
+    orphaned.wait()
+    deadline = time.monotonic() + 100
+    while any(Path(f"/proc/{child}").exists() for child in children):  # a zombie would have a parent
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_processes_that_do_not_agree_all_end_and_say_why(environment: dict[str, str]) -> None:
+    found_by = ["--coordinator", "127.0.0.1:29417", "--num-processes", "2", "--process-id"]
+    processes = [
+        start(environment, "trjax.train", *JOB, "--seed", str(seed), *found_by, str(index), log=f"log{index}")
+        for index, seed in enumerate((3, 4))
+    ]
+    assert [process.wait(100) for process in processes] == [2, 2]
+    for index in range(2):
+        assert "must agree: seed is 4 on process 1 and 3 on process 0" in Path(f"log{index}").read_text()
+    assert not Path("runs").exists()
