@@ -45,9 +45,11 @@ def launch(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str
 
 def wait_for(text: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 200
+    ended = False
     while text not in Path("log").read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
+        if ended or time.monotonic() > deadline:
             pytest.fail(Path("log").read_text())
+        ended = process.poll() is not None  # it may have said so just before
         time.sleep(0.02)
 
 
@@ -125,3 +127,17 @@ def test_processes_that_do_not_agree_all_end_and_say_why(environment: dict[str, 
     for index in range(2):
         assert "must agree: seed is 4 on process 1 and 3 on process 0" in Path(f"log{index}").read_text()
     assert not Path("runs").exists()
+
+
+def test_a_process_that_is_stuck_ends_the_run(environment: dict[str, str]) -> None:
+    """One of two is stopped in its tracks: the watchdog of the other says where it waits."""
+    run = launch(environment, "--epochs", "4000", "--devices", "0", "--workdir", "run", "--watchdog-seconds", "12")
+    wait_for("epoch 2/", run)
+    _, stuck = children_of(run)
+    os.kill(stuck, signal.SIGSTOP)
+    wait_for("process 0 was the first to end, with exit code 4", run)
+    os.kill(stuck, signal.SIGCONT)
+    assert run.wait(100) == 4
+    for text in (Path("log").read_text(), Path("run/watchdog0.log").read_text()):
+        assert "watchdog: process 0 has finished no step for 12 s, the last was step" in text
+        assert "loop.py" in text
