@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 JOB = [
     "--platform", "cpu", "--model.width", "4", "--epochs", "8", "--optim.warmup-epochs", "1", "--save-every", "4",
-    "--bn", "sync", "--log-every", "1000",
+    "--bn", "sync", "--log-every", "1000", "--watchdog-seconds", "100",
 ]  # fmt: skip
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 COLORS = {"steps": "#1f77b4", "evaluation": "#2ca02c", "saving": "#d62728", "start": "#7f7f7f", "none": "#000000"}
@@ -76,9 +76,18 @@ def _log(workdir: Path) -> str:
     return (workdir.parent / f"{workdir.name}.0.log").read_text(encoding="utf-8")
 
 
-def _finish(children: Sequence[subprocess.Popen[str]]) -> list[int]:
+def _finish(workdir: Path, children: Sequence[subprocess.Popen[str]]) -> list[int]:
+    """Returns the exit codes of the processes.
+
+    Raises:
+        ValueError: one does not end; says what it said last.
+    """
     try:
         return [child.wait(TIMEOUT_SECONDS) for child in children]
+    except subprocess.TimeoutExpired as error:
+        logs = sorted(workdir.parent.glob(f"{workdir.name}.*.log"))
+        said = "\n".join(f"{log.name}: {log.read_text(encoding='utf-8')[-2000:]}" for log in logs)
+        raise ValueError(f"a process did not end within {TIMEOUT_SECONDS} s:\n{said}") from error
     finally:
         for child in children:
             child.kill()
@@ -101,7 +110,7 @@ def undisturbed(folder: Path, processes: int) -> tuple[dict[str, np.ndarray], fl
         children = _start(folder / name, processes, folder / "cache")
         _await(folder / name, children, "compiling", 1)
         began = time.monotonic()
-        if any(_finish(children)):
+        if any(_finish(folder / name, children)):
             raise ValueError(f"the undisturbed run failed: {_log(folder / name)}")
     return final(folder / "whole"), time.monotonic() - began
 
@@ -137,12 +146,12 @@ def disturb(
     _await(workdir, children, "compiling", 1)
     time.sleep(delay)
     children[chance.randrange(options.processes)].send_signal(SIGNALS[options.signal])
-    codes = _finish(children)
+    codes = _finish(workdir, children)
     moment, at = _moment(workdir) if any(codes) else "none", newest(workdir)
     resumed, ended = at, list(codes)
     if any(codes):
         before = len(_log(workdir))
-        ended += _finish(_start(workdir, options.processes, folder / "cache"))
+        ended += _finish(workdir, _start(workdir, options.processes, folder / "cache"))
         said = re.search(r"resumed at step (\d+)", _log(workdir)[before:])
         resumed = int(said.group(1)) if said else 0
     found = final(workdir)

@@ -47,13 +47,13 @@ def assert_ok(found: Audit) -> None:
 def test_resnet50_on_eight_h100() -> None:
     found = audited()
     assert_ok(found)
-    assert [(row.group, row.bytes) for row in found.collectives] == [("deep", 93_782_032), ("first", 8_658_592)]
+    assert [(row.group, row.bytes) for row in found.collectives] == [("deep", 93_782_036), ("first", 8_658_592)]
     summary = found.summary
     assert (summary.all_reduces, summary.blocking, summary.gather_copy_bytes) == (2, 0, 0)
     assert summary.exposed_ms <= HIDDEN_MS
     assert summary.transposes <= 35
     assert summary.gradient_transposes == 0
-    assert summary.kernels <= 720  # 696 were seen, 1515 with one AllReduce a leaf
+    assert summary.kernels <= 720  # 706 were seen, 1515 with one AllReduce a leaf
     assert summary.launches == 0  # all of it in one CUDA graph
     assert summary.temp_bytes < 11.5e9
     assert summary.hbm_bytes_per_image < 0.4e9

@@ -159,6 +159,19 @@ def _scaled(recipe: Recipe, sums: Mapping[str, jax.Array]) -> dict[str, jax.Arra
     return reduced | unscaled
 
 
+def _check(sums: dict[str, jax.Array]) -> jax.Array:
+    """Returns whether all sums are finite; leaves the last of them waiting until the others have been checked.
+
+    Every update waits for the last group, which has nothing but that check to hide behind.
+    """
+    *names, last = sums
+    if not names:
+        return all_finite(sums.values())
+    others = all_finite(sums[name] for name in names)
+    sums[last], others = jax.lax.optimization_barrier((sums[last], others))
+    return others & all_finite([sums[last]])
+
+
 def reduce_gradients(
     recipe: Recipe,
     params: Any,
@@ -218,4 +231,5 @@ def reduce_gradients(
             previous = sums[group.name] = recipe.launch(buffer, previous)
 
     _differentiate(recipe, params, batch_stats, prepare(block), block, key, launch, vote)
-    return _scaled(recipe, sums), all_finite(sums.values())
+    finite = _check(sums)
+    return _scaled(recipe, sums), finite
