@@ -18,6 +18,8 @@ import jax
 import numpy as np
 import pytest
 from helpers import DATA, one_block_chain, spread, tiny_config, tiny_program
+from safetensors import numpy as safetensors
+from safetensors.numpy import load_file
 
 from trjax import train as train_module
 from trjax.checkpoint import About, Checkpoints, decode
@@ -30,6 +32,7 @@ from trjax.program import compile_program, make_program
 from trjax.resnet import Head
 from trjax.tables import read_table
 from trjax.train import Summary, format_summary, main, train
+from trjax.workdir import lock_workdir
 
 TINY = [
     "--data.source", "synthetic", "--data.image-shape", "8", "8", "3", "--data.train-examples", "60",
@@ -109,6 +112,8 @@ def test_the_written_config_reproduces_the_run() -> None:
     timing = {"images_per_second", "seconds"}
     strip = lambda records: [{key: record[key] for key in record.keys() - timing} for record in records]  # noqa: E731
     assert strip(lines("one")) == strip(lines("two"))
+    one, two = (load_file(Path(run, "checkpoints", "3.safetensors")) for run in ("one", "two"))
+    assert {name: leaf.tobytes() for name, leaf in one.items()} == {name: leaf.tobytes() for name, leaf in two.items()}
 
 
 def test_stopping_after_any_step_and_resuming_is_bitwise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +214,49 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
     assert message in error
     assert error.count("\n") == 1
     assert not Path("runs").exists()
+
+
+def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    with lock_workdir(Path("run")):
+        assert main([*TINY, "--epochs", "1", "--workdir", "run"]) == 2
+    assert re.search(r"workdir=run is in use by process \d+ on \S", capsys.readouterr().err)
+    assert {path.name for path in Path("run").iterdir()} == {"lock"}
+    assert main([*TINY, "--epochs", "1", "--workdir", "run"]) == 0
+
+
+def test_a_full_disk_ends_the_run_and_harms_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_tiny("run", epochs=1)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert main(["--workdir", "run", "--epochs", "3"]) == 1
+    assert "No space left on device; the last checkpoint is as it was" in capsys.readouterr().err
+    checkpoints = Checkpoints(Path("run/checkpoints"), pytest.fail)
+    assert checkpoints.last is not None
+    assert checkpoints.last.step == 5
+
+
+def test_damaged_checkpoints_are_said_and_the_one_before_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    run_tiny("run")
+    whole = Path("run/checkpoints/10.safetensors").read_bytes()
+    Path("run/checkpoints/10.safetensors").write_bytes(whole[:-1])
+    assert run_tiny("run", epochs=2).step == 10
+    out = capsys.readouterr().out
+    assert "warning: checkpoint run/checkpoints/10.safetensors is passed over: its digest is another" in out
+    assert "resumed at step 5 of 10" in out
+    # done again to the bit, beside the damaged one
+    assert load_file("run/checkpoints/10.safetensors").keys() == safetensors.load(whole).keys()
+    assert Path("run/checkpoints/10.damaged1.safetensors").read_bytes() == whole[:-1]
+    for path in Path("run/checkpoints").glob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="none of the checkpoints in run/checkpoints is whole"):
+        run_tiny("run", epochs=2)
 
 
 def test_metrics_of_steps_done_again_are_dropped() -> None:
