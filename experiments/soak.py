@@ -26,11 +26,12 @@ from safetensors.numpy import load_file
 
 JOB = [
     "--platform", "cpu", "--model.width", "4", "--epochs", "8", "--optim.warmup-epochs", "1", "--save-every", "4",
-    "--bn", "sync", "--log-every", "1000", "--watchdog-seconds", "100",
+    "--bn", "sync", "--log-every", "1", "--watchdog-seconds", "100",
 ]  # fmt: skip
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
-COLORS = {"steps": "#1f77b4", "evaluation": "#2ca02c", "saving": "#d62728", "start": "#7f7f7f", "none": "#000000"}
-TIMEOUT_SECONDS = 300
+COLORS = {"steps": "#1f77b4", "evaluation": "#2ca02c", "saving": "#d62728", "none": "#7f7f7f"}
+STEPS_PER_EPOCH = 15
+TIMEOUT_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -93,22 +94,24 @@ def _finish(workdir: Path, children: Sequence[subprocess.Popen[str]]) -> list[in
             child.kill()
 
 
-def _await(workdir: Path, children: Sequence[subprocess.Popen[str]], text: str, count: int) -> None:
-    """Returns when process 0 has said something that often, or has ended."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while _log(workdir).count(text) < count and children[0].poll() is None and time.monotonic() < deadline:
+def _await_step(workdir: Path, children: Sequence[subprocess.Popen[str]]) -> None:
+    """Returns when the first step is done, or a process has ended."""
+    records, deadline = workdir / "metrics.jsonl", time.monotonic() + TIMEOUT_SECONDS
+    while not (records.exists() and records.stat().st_size) and time.monotonic() < deadline:
+        if any(child.poll() is not None for child in children):
+            return
         time.sleep(0.005)
 
 
 def undisturbed(folder: Path, processes: int) -> tuple[dict[str, np.ndarray], float]:
-    """Returns what the job comes to, and the seconds from the end of its compilation to its own end.
+    """Returns what the job comes to, and the seconds from its first step to its end.
 
     Raises:
         ValueError: it fails.
     """
     for name in ("warm", "whole"):  # the first one compiles
         children = _start(folder / name, processes, folder / "cache")
-        _await(folder / name, children, "compiling", 1)
+        _await_step(folder / name, children)
         began = time.monotonic()
         if any(_finish(folder / name, children)):
             raise ValueError(f"the undisturbed run failed: {_log(folder / name)}")
@@ -129,11 +132,9 @@ def _moment(workdir: Path) -> str:
     """Returns what a run was at when it was killed, by what it left behind."""
     if any((workdir / "checkpoints").glob("*.partial")):
         return "saving"
-    records = workdir / "metrics.jsonl"
-    lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
-    if not lines and not newest(workdir):
-        return "start"
-    return "evaluation" if lines and '"train"' in lines[-1] else "steps"
+    *_, last = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = re.search(r'"train".*"step": (\d+)', last)
+    return "evaluation" if found and int(found.group(1)) % STEPS_PER_EPOCH == 0 else "steps"
 
 
 def disturb(
@@ -143,7 +144,7 @@ def disturb(
     workdir, chance = folder / name, random.Random(f"{options.seed} {name}")
     delay = chance.uniform(0.0, loop_seconds)
     children = _start(workdir, options.processes, folder / "cache")
-    _await(workdir, children, "compiling", 1)
+    _await_step(workdir, children)
     time.sleep(delay)
     children[chance.randrange(options.processes)].send_signal(SIGNALS[options.signal])
     codes = _finish(workdir, children)
