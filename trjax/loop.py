@@ -12,7 +12,7 @@ import numpy as np
 
 from trjax.checkpoint import About, Checkpoints
 from trjax.config import Config
-from trjax.data.batches import Batch, eval_batches, train_batches
+from trjax.data.batches import Batch, epoch_order, eval_batches, train_batches
 from trjax.data.sources import Source
 from trjax.plan import NUM_SCORES
 from trjax.program import Program
@@ -95,11 +95,13 @@ class _Progress:
         skipped: steps that changed nothing, since the run began.
         bad_in_row: of them, those since the last good one.
         stopping: all processes have agreed to stop.
+        gave_up: the first and the last of too many bad steps in a row.
     """
 
     skipped: int
     bad_in_row: int = 0
     stopping: bool = False
+    gave_up: tuple[int, int] | None = None
 
 
 def _save(run: Run, state: TrainState, step: int, top1: float | None) -> None:
@@ -132,7 +134,8 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
         run.display.advance(step, (step - 1) // program.steps_per_epoch + 1, scores, meter.images_per_second)
         if step % config.log_every == 0:
             run.record("train", meter, step, progress.skipped)
-        progress.stopping |= 0 < config.max_bad_steps <= progress.bad_in_row
+        if progress.bad_in_row == config.max_bad_steps > 0:
+            progress.gave_up, progress.stopping = (step + 1 - progress.bad_in_row, step), True
 
     previous: tuple[int, jax.Array] | None = None
     step, asked = start_step, False
@@ -167,21 +170,18 @@ def _evaluate(run: Run, state: TrainState, step: int, skipped: int) -> float:
     return run.record("test", meter, step, skipped).top1
 
 
-def _give_up(run: Run, step: int, bad_in_row: int) -> None:
+def _give_up(run: Run, first: int, last: int) -> None:
     """Writes down the first of the bad batches, with which `--replay-step` does that step again, and raises."""
-    first = step - bad_in_row
-    config = run.config
-    (batch,) = train_batches(
-        run.train_source, config.global_batch, config.seed, first, first + 1, config.last_batch
-    )  # fmt: skip
-    indices = batch.indices[batch.mask > 0].tolist()
     if run.checkpoints is not None:
-        epoch, devices = first // run.program.steps_per_epoch, run.program.mesh.size
-        text = json.dumps({"step": first, "epoch": epoch, "devices": devices, "indices": indices})
-        (run.workdir / BAD_STEP).write_text(text + "\n", encoding="utf-8")
+        epoch, position = divmod(first - 1, run.program.steps_per_epoch)
+        batch = run.config.global_batch
+        order = epoch_order(run.config.seed, epoch, len(run.train_source))
+        indices = order[position * batch : (position + 1) * batch].tolist()
+        found = {"step": first - 1, "epoch": epoch, "devices": run.program.mesh.size, "indices": indices}
+        (run.workdir / BAD_STEP).write_text(json.dumps(found) + "\n", encoding="utf-8")
     raise BadNumbersError(
-        f"{bad_in_row} steps in a row, the first of them step {first + 1}, had gradients that are not finite; nothing "
-        f"has changed since. What was in its batch is in {run.workdir / BAD_STEP}; "
+        f"{last + 1 - first} steps in a row, the first of them step {first}, had gradients that are not finite, and "
+        f"changed nothing. What was in its batch is in {run.workdir / BAD_STEP}; "
         f"see where it begins with: python -m trjax.train --workdir {run.workdir} --replay-step"
     )
 
@@ -202,6 +202,6 @@ def run_loop(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
         _save(run, state, step, top1)
     if run.checkpoints is not None:
         run.checkpoints.wait()
-    if 0 < run.config.max_bad_steps <= progress.bad_in_row:
-        _give_up(run, step, progress.bad_in_row)
+    if progress.gave_up:
+        _give_up(run, *progress.gave_up)
     return state, step
