@@ -66,7 +66,7 @@ def test_resnet50_on_eight_h100() -> None:
 def test_resnet50_hides_behind_a_slow_link_with_groups_chosen_for_it() -> None:
     found = audited(topology="64x1", reducer="auto", link_gbytes=10.0)
     assert_ok(found)
-    assert len(found.collectives) == 3
+    assert len(found.collectives) == 4
     assert found.summary.comm_ms > 20
     assert found.summary.exposed_ms <= SLOW_LINK_MS
 
