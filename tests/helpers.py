@@ -1,7 +1,11 @@
 """What several test modules share: small configurations, batches, and gradients of one kind or another."""
 
+import pickle
+import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -9,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from trjax import collectives
 from trjax.backward import Recipe, reduce_gradients, score
@@ -17,6 +22,7 @@ from trjax.buckets import Split, two_groups
 from trjax.chain import Chain, apply_segment
 from trjax.collectives import sum_moments
 from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
+from trjax.data import cifar
 from trjax.data.batches import Batch
 from trjax.mesh import REPLICATED, SPLIT, make_mesh
 from trjax.options import probe_options
@@ -27,6 +33,16 @@ from trjax.step import train_split
 
 WRITTEN_OUT = ("ring", "tree", "parameter_server")  # the same bits on all devices, but `shard_map` cannot see it
 DATA = DataConfig(source="synthetic", image_shape=(8, 8, 3), train_examples=100, test_examples=50)
+
+
+def attempt(do: Callable[[], Any]) -> tuple[Any, str]:
+    """What comes back, or the text of the ValueError in its place, which must be one line."""
+    try:
+        return do(), ""
+    except ValueError as error:
+        text = str(error)
+    assert text.isprintable()
+    return None, text
 
 
 def tiny_config(**changes: Any) -> Config:
@@ -160,3 +176,51 @@ def worst_kind_error(actual: dict[str, Any], expected: dict[str, Any]) -> float:
     kinds = {name.rpartition("/")[2] for name in expected}
     parts = ({name: leaf for name, leaf in expected.items() if name.endswith(f"/{kind}")} for kind in kinds)
     return max(relative_error(actual, part) for part in parts)
+
+
+CIFAR_COUNT = 6
+
+
+def shrink_cifar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has CIFAR's files hold a few examples each; in every other way they are as published."""
+
+    def shrink(files: Any) -> Any:
+        return tuple((name, CIFAR_COUNT) for name, _ in files)
+
+    small = {
+        name: tuple(replace(layout, train=shrink(layout.train), test=shrink(layout.test)) for layout in layouts)
+        for name, layouts in cifar._LAYOUTS.items()
+    }
+    monkeypatch.setattr(cifar, "_LAYOUTS", small)
+
+
+def make_cifar_rows(name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, (CIFAR_COUNT, 3072), dtype=np.uint8), random.integers(
+        0, 10 if name == "cifar10" else 100, CIFAR_COUNT
+    )
+
+
+def write_cifar(name: str, version: int, root: Path) -> tuple[Path, list[tuple[np.ndarray, np.ndarray]]]:
+    """Writes the extracted folder of the python (0) or binary (1) version."""
+    layout = cifar._LAYOUTS[name][version]
+    folder = root / layout.folder
+    folder.mkdir(parents=True)
+    parts = []
+    for seed, (file, _) in enumerate(layout.train + layout.test):
+        pixels, labels = make_cifar_rows(name, seed)
+        parts.append((pixels, labels))
+        if version == 0:
+            content = pickle.dumps(
+                {b"data": pixels, layout.label_key: labels.tolist(), b"batch_label": b"x"}, protocol=2
+            )
+        else:
+            coarse = np.zeros((CIFAR_COUNT, layout.label_bytes - 1), np.uint8)
+            content = np.concatenate([coarse, labels[:, None].astype(np.uint8), pixels], 1).tobytes()
+        (folder / file).write_bytes(content)
+    return folder, parts
+
+
+def pack_cifar(folder: Path, archive: Path) -> None:
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(folder, folder.name)

@@ -13,6 +13,9 @@ from trjax.tables import config_from_table, config_to_toml, read_table
 
 pytestmark = pytest.mark.fast
 
+LINE = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]))
+"""What a path or a name may be."""
+
 
 def parse(*arguments: str) -> Config:
     return parse_config(arguments, "prog", "Do.")
@@ -28,11 +31,11 @@ def test_presets_round_trip_through_toml(name: str) -> None:
 @given(
     st.builds(
         Config,
-        devices=st.text(),
+        devices=LINE,
         global_batch=st.integers(1, 10**9),
         seed=st.integers(0, 2**32 - 1),
         epochs=st.integers(1000, 2000),
-        workdir=st.text(alphabet=st.characters(exclude_categories=["Cs"])),
+        workdir=LINE,
         optim=st.builds(
             OptimConfig,
             learning_rate=st.floats(1e-30, 1e30),
@@ -86,6 +89,8 @@ def test_resumed_run_starts_from_its_own_file() -> None:
         ("epochs = ", r"cannot read the configuration mine.toml"),
         ("seed = 1\nseed = 2", r"cannot read the configuration mine.toml"),
         ("epochs = 1979-05-27", r"epochs: Input should be a valid integer"),
+        ("workdir = 1979-05-27", r"workdir: Input should be a valid string"),
+        ("#" * 2**14 + "\n", r"mine.toml: it is larger than 16,384 bytes"),
     ],
 )
 def test_bad_file_names_the_option(text: str, message: str) -> None:
@@ -120,6 +125,7 @@ def test_missing_file() -> None:
         (lambda: DataConfig(num_classes=3), "these belong to data.source=synthetic"),
         (lambda: DataConfig(source="synthetic", image_shape=(8, 8)), "height, width, channels"),
         (lambda: DataConfig(source="synthetic", image_shape=(8, 0, 1)), "all positive"),
+        (lambda: DataConfig(source="synthetic", image_shape=(2**11, 2**10, 2**10)), r"less than 2\^31 bytes in all"),
         (lambda: DataConfig(crop_padding=-1), "data.crop_padding=-1"),
         (lambda: DataConfig(source="synthetic", num_classes=-2), "data.num_classes=-2"),
         (lambda: OptimConfig(learning_rate=float("inf")), "learning_rate=inf"),
@@ -133,6 +139,18 @@ def test_missing_file() -> None:
         (lambda: OptimConfig(clip_norm=-1.0), "optim.clip_norm=-1.0"),
         (lambda: OptimConfig(beta2=1.0), "optim.beta2=1.0"),
         (lambda: OptimConfig(trust=0.0), "optim.trust=0.0"),
+        (lambda: OptimConfig(beta2=1 - 1e-9), "optim.beta2=0.999999999: must be in .* rounded to float32"),
+        (lambda: OptimConfig(momentum=1 - 1e-9), "optim.momentum=0.999999999: must be in .* rounded to float32"),
+        (lambda: OptimConfig(clip_norm=1e-40), "optim.clip_norm=1e-40: must be positive, from 1e-30"),
+        (lambda: OptimConfig(learning_rate=1e-40), "optim.learning_rate=1e-40"),
+        (lambda: OptimConfig(schedule="step", milestones=(1.0, float("nan"))), "optim.milestones=nan"),
+        (lambda: Config(optim=OptimConfig(learning_rate=1e30, scale_from_batch=1)), "optim.scale_from_batch=1: the sc"),
+        (lambda: ModelConfig(width=2**16 + 1), "model.width=65537: must be from 1 to 65536"),
+        (lambda: Config(watchdog_seconds=1e10), "watchdog_seconds=10000000000.0: .* at most 1e"),
+        (lambda: Config(link_gbytes=1e-9), "link_gbytes=1e-09: must be positive, from 1e-06"),
+        (lambda: Config(nccl=("NCCL_=x",)), "nccl='NCCL_=x': write"),
+        (lambda: Config(workdir="two\nlines"), r"workdir='two\\nlines': must be one line of text"),
+        (lambda: Config(freeze=("stem/*", "\ud800")), r"freeze='\\ud800': must be one line of text"),
     ],
 )
 def test_impossible_values(make: Any, message: str) -> None:

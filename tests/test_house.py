@@ -16,6 +16,7 @@ FLOORS = [
         "config",
         "buckets",
         "mesh",
+        "memory",
         "keys",
         "batchnorm",
         "chain",

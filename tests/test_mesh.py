@@ -1,8 +1,8 @@
 import os
-import re
 
 import jax
 import pytest
+from helpers import attempt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +31,9 @@ def test_specifications() -> None:
         ("two", "neither an index"),
         ("²", "neither an index"),
         ("0-99999999999", "index 99999999999 is out of range"),
+        ("9" * 5000, r"devices='99.*: an index of 5000 digits is out of range"),
+        ("0-4095," * 20000, "device 0 is named more than once"),
+        ("٣", "neither an index"),
     ],
 )
 def test_bad_specifications(spec: str, message: str) -> None:
@@ -38,15 +41,20 @@ def test_bad_specifications(spec: str, message: str) -> None:
         parse_devices(spec)
 
 
-@given(st.text(alphabet="0123456789,- al", max_size=8))
+@given(st.one_of(
+    st.text(max_size=20),
+    st.text(alphabet="0123456789,- al", max_size=8),
+    st.lists(st.integers(0, 9) | st.integers(), min_size=1, max_size=4).map(lambda parts: ",".join(map(str, parts))),
+    st.builds("{}-{}".format, st.integers(0, 12), st.integers(0, 12)),
+))  # fmt: skip
 def test_any_text_is_parsed_or_refused(spec: str) -> None:
-    try:
-        indices = parse_devices(spec)
-    except ValueError:
-        with pytest.raises(ValueError, match=re.escape(repr(spec))):
-            parse_devices(spec)
+    indices, problem = attempt(lambda: parse_devices(spec))
+    if indices is None:
+        assert problem.startswith(f"devices={spec!r}: ")
     else:
         assert len(set(indices)) == len(indices)
+        bounds = [[int(bound) for bound in part.split("-")] for part in spec.split(",") if spec.strip() != "all"]
+        assert list(indices) == [index for part in bounds for index in range(part[0], part[-1] + 1)]
 
 
 def test_mesh_keeps_the_order_named() -> None:

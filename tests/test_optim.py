@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import attempt
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from trjax.config import OptimConfig
+from trjax.config import Config, OptimConfig
 from trjax.optim import make_learning_rates, make_optimizer
 
 pytestmark = pytest.mark.fast
@@ -72,3 +75,27 @@ def test_schedules_worked_by_hand(options: Any, expected: list[float]) -> None:
     )
     np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-8)
     assert rates.dtype == np.float32
+
+
+@settings(max_examples=30)
+@given(
+    st.floats(1e-32, 1e32),
+    st.integers(1, 2**31 - 1),
+    st.integers(0, 2**31 - 1),
+    st.sampled_from(["cosine", "linear", "constant"]),
+    st.sampled_from([0.0, 1e-30, 0.3, 10.0]),
+)
+@example(1e30, 2**31 - 1, 1, "constant", 10.0)
+@example(1e30, 1, 0, "constant", 10.0)
+def test_rates_that_are_accepted_are_numbers(
+    rate: float, global_batch: int, scale: int, schedule: Any, warmup: float
+) -> None:
+    options = {"learning_rate": rate, "scale_from_batch": scale, "schedule": schedule, "warmup_epochs": warmup}
+    config, problem = attempt(lambda: Config(epochs=10, global_batch=global_batch, optim=OptimConfig(**options)))
+    if config is None:
+        assert "optim.learning_rate=" in problem
+    else:
+        rates = make_learning_rates(config.optim, config.epochs, 10, config.global_batch)
+        assert np.isfinite(rates).all()
+        assert rates.min() >= 0
+        assert rates.max() > 0

@@ -55,3 +55,25 @@ def test_there_must_be_a_step_to_replay(capsys: pytest.CaptureFixture[str]) -> N
     Path("empty").mkdir()
     assert main(["--workdir", "empty", "--replay-step"]) == 2
     assert "no bad_step.json there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"step": 1',
+        "[" * 5000,
+        '{"step": 1, "epoch": 0, "devices": 0, "indices": [3]}',
+        '{"step": 1, "epoch": 0, "devices": 2, "indices": [-3]}',
+        '{"step": 1.5, "epoch": 0, "devices": 2, "indices": [3]}',
+        '{"step": 1, "epoch": 0, "devices": 7, "indices": [3]}',
+        '{"step": 1, "epoch": 0, "devices": 2, "indices": [2000]}',
+        f'{{"step": 1, "epoch": 0, "devices": 2, "indices": {list(range(97))}}}',
+    ],
+)
+def test_a_damaged_step_is_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run/bad_step.json").write_text(text)
+    assert main(["--workdir", "run", "--replay-step"]) == 2
+    assert "error: run/bad_step.json is damaged (" in capsys.readouterr().err

@@ -5,17 +5,37 @@ whatever it belongs to" where a docstring says so.
 """
 
 import math
+import unicodedata
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
 _FORBID = pydantic.ConfigDict(extra="forbid")
+_INT_LIMIT = 2**31  # examples and steps are counted in int32 on the devices
+_FLOAT_LIMIT = 3.4e38  # float32's, in which the devices compute
+_LEAST, _MOST = 1e-30, 1e30  # of a rate: float32 does not round it to 0, nor its product with a step to infinity
+_BELOW_ONE = 1 - 2**-25  # from here on float32 rounds to 1
+_NOT_TEXT = ("Cc", "Cs", "Zl", "Zp")  # control characters, halves of surrogate pairs, ends of lines and paragraphs
 
 
 def _require(holds: bool, what: str, rule: str) -> None:
     if not holds:
         raise ValueError(f"{what}: {rule}")
+
+
+def _check_values(options: Any, prefix: str = "") -> None:
+    """Raises ValueError for what no option can be, whatever it means: a path with NUL, nan, a number beyond int32."""
+    for name, value in vars(options).items():
+        for item in value if isinstance(value, tuple) else (value,):
+            what = f"{prefix}{name}={item!r}"
+            if isinstance(item, str):
+                is_text = not any(unicodedata.category(character) in _NOT_TEXT for character in item)
+                _require(is_text, what, "must be one line of text, without control characters")
+            elif isinstance(item, float):
+                _require(abs(item) <= _FLOAT_LIMIT, what, f"must be a number, of at most {_FLOAT_LIMIT:g}")
+            elif isinstance(item, int) and name != "seed":
+                _require(-_INT_LIMIT < item < _INT_LIMIT, what, "must be below 2^31")
 
 
 @dataclass(frozen=True)
@@ -42,6 +62,7 @@ class DataConfig:
     """Mirror half of the training images, left to right."""
 
     def __post_init__(self) -> None:
+        _check_values(self, "data.")
         synthetic_only = (self.num_classes, self.train_examples, self.test_examples)
         _require(
             self.source == "synthetic" or not any(synthetic_only),
@@ -55,10 +76,11 @@ class DataConfig:
             f"data.source={self.source} with data.image_shape={self.image_shape}",
             "its images have one shape; leave data.image_shape out",
         )
+        shape = self.image_shape
         _require(
-            not self.image_shape or (len(self.image_shape) == 3 and min(self.image_shape) > 0),
-            f"data.image_shape={self.image_shape}",
-            "must be height, width, channels, all positive",
+            not shape or (len(shape) == 3 and min(shape) > 0 and math.prod(shape) < _INT_LIMIT),
+            f"data.image_shape={shape}",
+            "must be height, width, channels, all positive, less than 2^31 bytes in all",
         )
 
 
@@ -89,7 +111,8 @@ class ModelConfig:
     """Channels of the first stage; 0 means the paper's, 16 or 64."""
 
     def __post_init__(self) -> None:
-        _require(self.width >= 0, f"model.width={self.width}", "must not be negative")
+        _check_values(self, "model.")
+        _require(0 <= self.width <= 2**16, f"model.width={self.width}", "must be from 1 to 65536, or 0 for the paper's")
 
 
 @dataclass(frozen=True)
@@ -130,24 +153,22 @@ class OptimConfig:
     """Decay BatchNorm's parameters and the biases too."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.learning_rate < math.inf, f"optim.learning_rate={self.learning_rate}", "must be positive")
+        _check_values(self, "optim.")
+        for option in ("learning_rate", "trust", "clip_norm"):
+            value, rule = getattr(self, option), f"must be positive, from {_LEAST:g} to {_MOST:g}"
+            off = option == "clip_norm" and value == 0
+            _require(off or _LEAST <= value <= _MOST, f"optim.{option}={value}", rule)
         _require(0 < self.step_factor < 1, f"optim.step_factor={self.step_factor}", "must be in (0, 1)")
-        _require(
-            self.scale_from_batch >= 0,
-            f"optim.scale_from_batch={self.scale_from_batch}",
-            "must not be negative",
-        )
-        _require(0 <= self.momentum < 1, f"optim.momentum={self.momentum}", "must be in [0, 1)")
-        _require(0 < self.beta2 < 1, f"optim.beta2={self.beta2}", "must be in (0, 1)")
-        _require(0 < self.trust < math.inf, f"optim.trust={self.trust}", "must be positive")
-        _require(0 <= self.clip_norm < math.inf, f"optim.clip_norm={self.clip_norm}", "must not be negative")
+        rounded = "also when rounded to float32"
+        _require(0 <= self.momentum < _BELOW_ONE, f"optim.momentum={self.momentum}", f"must be in [0, 1), {rounded}")
+        _require(0 < self.beta2 < _BELOW_ONE, f"optim.beta2={self.beta2}", f"must be in (0, 1), {rounded}")
         _require(
             self.momentum > 0 or not self.nesterov,
             "optim.nesterov with optim.momentum=0",
             "Nesterov needs momentum; pass --optim.no-nesterov",
         )
-        _require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay}", "must not be negative")
-        _require(self.warmup_epochs >= 0, f"optim.warmup_epochs={self.warmup_epochs}", "must not be negative")
+        for option in ("scale_from_batch", "weight_decay", "warmup_epochs"):
+            _require(getattr(self, option) >= 0, f"optim.{option}={getattr(self, option)}", "must not be negative")
         _require(
             (self.schedule == "step") == bool(self.milestones),
             f"optim.schedule={self.schedule} with optim.milestones={self.milestones}",
@@ -158,6 +179,26 @@ class OptimConfig:
             f"optim.milestones={self.milestones}",
             "must increase and not be negative",
         )
+
+
+def _check_schedule(optim: OptimConfig, epochs: int, global_batch: int) -> None:
+    """Raises ValueError where the optimizer's options do not fit those of the run."""
+    rate, scale = optim.learning_rate, optim.scale_from_batch
+    _require(
+        not scale or _LEAST <= rate * global_batch / scale <= _MOST,
+        f"optim.learning_rate={rate} with global_batch={global_batch} and optim.scale_from_batch={scale}",
+        f"the scaled rate must be from {_LEAST:g} to {_MOST:g}",
+    )
+    _require(
+        optim.warmup_epochs <= epochs,
+        f"optim.warmup_epochs={optim.warmup_epochs} with epochs={epochs}",
+        "the warm-up must end within the run; pass --optim.warmup-epochs",
+    )
+    _require(
+        all(optim.warmup_epochs <= epoch < epochs for epoch in optim.milestones),
+        f"optim.milestones={optim.milestones} with epochs={epochs}",
+        "each must lie between the end of the warm-up and the end of the run; pass --optim.milestones",
+    )
 
 
 Reducing = Literal["two_group", "auto", "single", "per_leaf", "ddp", "ddp_initial", "ring", "hierarchical", "zero1"]
@@ -224,37 +265,31 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
+        _check_values(self)
         _require(self.global_batch > 0, f"global_batch={self.global_batch}", "must be positive")
         _require(self.epochs > 0, f"epochs={self.epochs}", "must be positive")
         _require(0 <= self.seed < 2**32, f"seed={self.seed}", "must be in [0, 2^32)")
         _require(
-            0 <= self.link_gbytes < math.inf, f"link_gbytes={self.link_gbytes}", "must be positive, or 0 to look it up"
+            self.link_gbytes == 0 or 1e-6 <= self.link_gbytes <= 1e6,
+            f"link_gbytes={self.link_gbytes}",
+            "must be positive, from 1e-06 to 1e+06, or 0 to look it up",
         )
-        _require(0 <= self.bucket_mb < math.inf, f"bucket_mb={self.bucket_mb}", "must not be negative")
+        _require(self.bucket_mb >= 0, f"bucket_mb={self.bucket_mb}", "must not be negative")
         _require(self.accumulate > 0, f"accumulate={self.accumulate}", "must be positive")
         _require(self.hosts >= 0, f"hosts={self.hosts}", "must be positive, or 0 for one a process")
         for pair in self.nccl:
             name, _, value = pair.partition("=")
             _require(
-                name.startswith("NCCL_") and bool(value),
+                name.startswith("NCCL_") and name != "NCCL_" and bool(value),
                 f"nccl={pair!r}",
                 "write NCCL_NAME=VALUE, NCCL_ALGO=Ring for instance",
             )
         for option in ("save_every", "max_bad_steps"):
             _require(getattr(self, option) >= 0, f"{option}={getattr(self, option)}", "must not be negative")
         _require(
-            0 <= self.watchdog_seconds < math.inf,
+            0 <= self.watchdog_seconds <= 1e9,
             f"watchdog_seconds={self.watchdog_seconds}",
-            "must be positive, or 0 for none",
+            "must be positive, at most 1e+09, or 0 for none",
         )
         _require(self.log_every > 0, f"log_every={self.log_every}", "must be positive")
-        _require(
-            self.optim.warmup_epochs <= self.epochs,
-            f"optim.warmup_epochs={self.optim.warmup_epochs} with epochs={self.epochs}",
-            "the warm-up must end within the run; pass --optim.warmup-epochs",
-        )
-        _require(
-            all(self.optim.warmup_epochs <= epoch < self.epochs for epoch in self.optim.milestones),
-            f"optim.milestones={self.optim.milestones} with epochs={self.epochs}",
-            "each must lie between the end of the warm-up and the end of the run; pass --optim.milestones",
-        )
+        _check_schedule(self.optim, self.epochs, self.global_batch)

@@ -24,7 +24,7 @@ SPLIT_MICRO = PartitionSpec(None, AXIS)
 REPLICATED = PartitionSpec()
 """The whole array on every device."""
 
-_MAX_DEVICES = 4096
+_MAX_DEVICES, _MAX_DIGITS = 4096, 20
 _COLLECTIVE_MEMORY_MB = 1024  # the buffers of 268 million float32 gradients; ResNet-152 takes 241 MB
 _DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
 
@@ -40,21 +40,23 @@ def parse_devices(spec: str) -> tuple[int, ...]:
     """
     if spec.strip() == "all":
         return ()
-    indices: list[int] = []
+    indices: dict[int, None] = {}  # in order
     for part in spec.split(","):
         first, dash, last = (text.strip() for text in part.partition("-"))
         bounds = [first, last] if dash else [first]
         if not all(bound.isascii() and bound.isdigit() for bound in bounds):
             raise ValueError(f"devices={spec!r}: {part!r} is neither an index nor a range; write all, 0-3 or 0,2,5")
+        if (digits := max(map(len, bounds))) > _MAX_DIGITS:
+            raise ValueError(f"devices={spec!r}: an index of {digits} digits is out of range")
         low, high = int(bounds[0]), int(bounds[-1])
         if low > high:
             raise ValueError(f"devices={spec!r}: the range {part.strip()} is reversed; write {high}-{low}")
         if high >= _MAX_DEVICES:
             raise ValueError(f"devices={spec!r}: index {high} is out of range; at most {_MAX_DEVICES} devices")
-        indices += range(low, high + 1)
-    repeated = sorted({index for index in indices if indices.count(index) > 1})
-    if repeated:
-        raise ValueError(f"devices={spec!r}: device {repeated[0]} is named more than once")
+        for index in range(low, high + 1):
+            if index in indices:
+                raise ValueError(f"devices={spec!r}: device {index} is named more than once")
+            indices[index] = None
     return tuple(indices)
 
 

@@ -93,21 +93,32 @@ def preset_config(name: str) -> Config:
     return PRESETS[name].config
 
 
+def _saved_config(workdir: str) -> Path | None:
+    """Returns the file of the run that the folder holds, if it holds one."""
+    saved = Path(workdir, "config.toml")
+    try:
+        return saved if saved.is_file() else None
+    except (OSError, ValueError) as error:  # too long a name, no permission; NUL
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"workdir={workdir!r} cannot be used: {reason}") from error
+
+
 def _base_config(arguments: Sequence[str]) -> Config:
     """Returns what the other options start from: a preset, a file over its preset, or the resumed run's own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--preset", "--config", "--workdir"):
-        parser.add_argument(option, nargs="?", default="")
+        parser.add_argument(option, nargs="?")
     given, _ = parser.parse_known_args(list(arguments))
-    saved = Path(given.workdir or ".", "config.toml")
+    if given.config == "":
+        raise ValueError("config='': names no file; leave --config out to start from a preset")
     if given.config:
         file = Path(given.config)
-    elif given.workdir and not given.preset and saved.is_file():
+    elif given.workdir and given.preset is None and (saved := _saved_config(given.workdir)):
         file = saved
     else:
-        return preset_config(given.preset or "digits")
+        return preset_config("digits" if given.preset is None else given.preset)
     table = read_table(file)
-    name = str(given.preset or table.get("preset", "digits"))
+    name = str(table.get("preset", "digits") if given.preset is None else given.preset)
     base = Config() if name == Config().preset else preset_config(name)
     return config_from_table({**table, "preset": name}, base, str(file))
 

@@ -1,5 +1,6 @@
 """A run's configuration turned into its parts: the one place from which `train` and `explain` take them."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from trjax.data.augment import make_augment, normalise
 from trjax.data.batches import Batch, count_batches
 from trjax.data.sources import DataSpec, describe
 from trjax.forms import StateForms, conv_order_of, make_forms
+from trjax.memory import require_memory
 from trjax.mesh import SPLIT, fill, own_rows, place, split_batch
 from trjax.optim import make_optimizer
 from trjax.options import USER_BUFFERS, Options, probe_options
@@ -27,6 +29,10 @@ from trjax.resnet import make_resnet
 from trjax.state import init_state
 from trjax.step import make_evaluation, make_train_step, train_split
 from trjax.zero import check_elementwise
+
+_MAX_STEPS = 10**8
+"""Of a run: their learning rates, 0.4 GB, lie on every device."""
+_SMALLER = "use a smaller batch, model or image, fewer devices, or --accumulate"
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,25 @@ def _step_options(config: Config, reducer: Reducer, plan: Plan, mesh: Mesh) -> O
     return {name: value for name, value in options.items() if name != USER_BUFFERS}
 
 
+def _check_size(config: Config, mesh: Mesh, params: Any, spec: DataSpec, num_steps: int) -> None:
+    """Raises ValueError for a run that cannot fit, whatever it compiles to; a GPU says so itself."""
+    if num_steps > _MAX_STEPS:
+        raise ValueError(
+            f"epochs={config.epochs} with global_batch={config.global_batch}: {num_steps:,} steps are more than "
+            f"{_MAX_STEPS:,}; use fewer epochs or a larger batch"
+        )
+    if mesh.devices.flat[0].platform == "cpu":
+        own = len(mesh.local_devices)
+        elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        pixels = config.global_batch * math.prod(spec.image_shape) * own / mesh.size
+        require_memory(
+            f"global_batch={config.global_batch} on {own} of the CPU's devices, with {elements:,} parameters on each",
+            own * elements * 2 * 4
+            + pixels * (1 + 4 / config.accumulate),  # gradients too; pixels as they come, and float32
+            _SMALLER,
+        )
+
+
 def make_program(
     config: Config, mesh: Mesh, chain: Chain | None = None, optimizer: optax.GradientTransformation | None = None
 ) -> Program:
@@ -181,11 +206,13 @@ def make_program(
         optimizer: one's own, for a learning rate of one, in place of the configured one.
 
     Raises:
-        ValueError: the global batch is not divisible by the number of devices, `freeze` names no parameter, or the
-            optimizer cannot update shards.
+        ValueError: the global batch is not divisible by the number of devices, `freeze` names no parameter, the
+            optimizer cannot update shards, or the run is too long or too large.
     """
     split_batch(config.global_batch, mesh.size, config.accumulate)
     spec, shapes, reducer = describe(config.data), shape_run(config, chain), make_reducer(config)
+    steps_per_epoch = count_batches(spec.train_examples, config.global_batch, config.last_batch)
+    _check_size(config, mesh, shapes.params, spec, config.epochs * steps_per_epoch)
     machine, conv_order = machine_of(mesh, config.link_gbytes), conv_order_of(mesh.devices.flat[0].platform)
     plan = plan_run(config, shapes, machine, conv_order)
     whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer, reducer.sharded)
@@ -193,7 +220,6 @@ def make_program(
     init = partial(init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select)
     forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
     recipe, augment = _make_recipe(config, reducer, shapes.chain, plan), make_augment(config.data, spec, config.seed)
-    steps_per_epoch = count_batches(spec.train_examples, config.global_batch, config.last_batch)
     accumulate, reduce_totals = make_evaluation(
         shapes.chain, partial(normalise, spec=spec), mesh, forms.formats,
         probe_options(mesh, config.deterministic).accepted,
@@ -225,15 +251,33 @@ def lower_step(program: Program) -> Any:
     return program.train_step.lower(program.forms.shape, program.batch_shape, rates, votes)
 
 
+def _check_memory(program: Program, step: Any) -> None:
+    """Raises ValueError if a compiled step does not fit; a GPU says so itself."""
+    if program.mesh.devices.flat[0].platform == "cpu":
+        memory, own = step.memory_analysis(), len(program.mesh.local_devices)
+        results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes  # what does not replace an argument
+        batch = math.prod(program.batch_shape.labels.shape)
+        require_memory(
+            f"global_batch={batch} on {own} of the CPU's devices",
+            own * (memory.argument_size_in_bytes + memory.temp_size_in_bytes + results_bytes),
+            _SMALLER,
+        )
+
+
 def compile_program(program: Program) -> Program:
     """Returns the program with its step and its evaluation compiled, once for the whole run.
 
     A compiled function refuses any other shape, type or placement: nothing can compile again unnoticed.
+
+    Raises:
+        ValueError: the step does not fit into memory.
     """
     state, batch, totals = program.forms.shape, program.eval_batch_shape, program.totals_shape
+    train_step = lower_step(program).compile()
+    _check_memory(program, train_step)
     return replace(
         program,
-        train_step=lower_step(program).compile(),
+        train_step=train_step,
         accumulate=program.accumulate.lower(totals, state.params, state.batch_stats, batch).compile(),
         reduce_totals=program.reduce_totals.lower(totals).compile(),
     )

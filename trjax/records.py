@@ -2,16 +2,23 @@
 
 import json
 import math
+import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_START = b'{"split": "'
+_CUT_OFF = re.compile(re.escape(_START) + rb"[ -|~]{0,999}")
+"""A line that `append_metrics` had begun to write: printable, and no closing brace."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +88,52 @@ class Meter:
         return float(self.totals[3]) / max(time.perf_counter() - self._since, 1e-9)
 
 
-def trim_metrics(path: Path, step: int) -> None:
-    """Drops the lines behind `step`: those of steps that a resumed run will do again, or cut off by a crash."""
+def _step_of(line: bytes) -> int | None:
+    """Returns the step of a line of `metrics.jsonl`; None if it is not one of a run."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or record.get("split") not in ("train", "test"):
+        return None
+    step = record.get("step")
+    return step if type(step) is int else None
+
+
+def _set_aside(path: Path) -> Path:
+    """Renames a file to the first name that is free, and returns it."""
+    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
+    aside = next(name for name in names if not os.path.lexists(name))
+    return path.rename(aside)
+
+
+def trim_metrics(path: Path, step: int) -> Path | None:
+    """Drops the lines of steps that a resumed run will do again, behind `step`, and a last one cut off by a crash.
+
+    A file that holds anything but lines of a run, wherever that comes from, is kept as it is under another name.
+
+    Returns:
+        That name, if there is anything else.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # the process died while it wrote this line
-    replacement = path.with_suffix(".partial")
-    replacement.write_text("".join(kept), encoding="utf-8")
-    replacement.replace(path)
+        return None
+    content = path.read_bytes()
+    *lines, last = content.split(b"\n")
+    if _START.startswith(last) or _CUT_OFF.fullmatch(last):
+        last = b""  # the process died while it wrote this line
+    lines = [line for line in (*lines, last) if line.strip()]
+    steps = [_step_of(line) for line in lines]
+    kept = [line + b"\n" for line, its in zip(lines, steps, strict=True) if its is not None and its <= step]
+    if (replacement := b"".join(kept)) == content:
+        return None
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(replacement)
+    aside = _set_aside(path) if None in steps else None
+    partial.replace(path)
+    return aside
 
 
 def append_metrics(path: Path, record: Record) -> None:

@@ -91,6 +91,19 @@ def find_first(
     return ""
 
 
+def _read_bad_step(path: Path, config: Config) -> dict[str, Any]:
+    try:
+        bad = json.loads(path.read_text(encoding="utf-8"))
+        step, epoch, devices, indices = (bad[name] for name in ("step", "epoch", "devices", "indices"))
+        whole = all(type(number) is int and number >= 0 for number in (step, epoch, devices, *indices))
+        fits = len(indices) <= config.global_batch and max(indices, default=0) < describe(config.data).train_examples
+        if not whole or devices < 1 or config.global_batch % devices or not fits:
+            raise ValueError("it has numbers that cannot be")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); resume the run, which will give up there once more") from error
+    return bad
+
+
 def replay(config: Config) -> list[Finding]:
     """Does the step again at which the run in `config.workdir` gave up, block by block, op by op.
 
@@ -100,7 +113,7 @@ def replay(config: Config) -> list[Finding]:
     path = Path(config.workdir, BAD_STEP)
     if not config.workdir or not path.is_file():
         raise ValueError(f"replay_step with workdir={config.workdir}: no {BAD_STEP} there; the run has not given up")
-    bad = json.loads(path.read_text(encoding="utf-8"))
+    bad = _read_bad_step(path, config)
     start_platform("cpu", "0")
     program = make_program(config, make_mesh("0"))
     checkpoints = Checkpoints(path.parent / "checkpoints", lambda _: None)

@@ -11,6 +11,21 @@ import tomli_w
 
 from trjax.config import Config
 
+_MAX_BYTES = 2**14  # of a file; written in full, one takes two thousand; tomllib needs the square of a dotted key
+_MAX_SHOWN = 100  # characters of what was given, in a message
+
+
+def _inline(text: str) -> str:
+    """Returns the text on one line and not too long, for a message."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "tables or arrays are nested too deeply"
+    return str(error.strerror) if isinstance(error, OSError) else str(error)
+
 
 def _overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
@@ -20,6 +35,18 @@ def _overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _describe(detail: Any) -> str:
+    """Returns what pydantic found wrong, on one line."""
+    option = _inline(".".join(str(part) for part in detail["loc"]))
+    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{option}: unknown option"
+    if detail["type"] == "value_error":  # by a rule of ours, which names its options
+        after = " (in the file itself: the command's options come after)" if "pass --" in detail["msg"] else ""
+        return detail["msg"].removeprefix("Value error, ") + after
+    given = "" if isinstance(detail["input"], dict) else f", not {_inline(repr(detail['input']))}"
+    return f"{option}: {detail['msg']}{given}"
+
+
 def config_from_table(table: dict[str, Any], base: Config, where: str) -> Config:
     """Returns `base` with the values of a table of plain types laid over it.
 
@@ -27,29 +54,30 @@ def config_from_table(table: dict[str, Any], base: Config, where: str) -> Config
         ValueError: names every option of `where` that is unknown, has the wrong type or an impossible value.
     """
     try:
-        text = json.dumps(_overlay(asdict(base), table), default=str)
+        # No option is a date, and no table fits where a plain value belongs.
+        text = json.dumps(_overlay(asdict(base), table), default=lambda date: {"date": str(date)})
         return pydantic.TypeAdapter(Config).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        problems = []
-        for detail in error.errors(include_url=False):
-            option = ".".join(str(part) for part in detail["loc"])
-            unknown = detail["type"] in ("unexpected_keyword_argument", "extra_forbidden")
-            message = "unknown option" if unknown else detail["msg"].removeprefix("Value error, ")
-            given = "" if unknown or isinstance(detail["input"], dict) else f", not {detail['input']!r}"
-            problems.append(f"{option}: {message}{given}" if option else message)
-        raise ValueError(f"{where}: " + "; ".join(problems)) from None
+        problems = [_describe(detail) for detail in error.errors(include_url=False)]
+        raise ValueError(f"{_inline(where)}: " + "; ".join(problems)) from None
+    except (ValueError, RecursionError) as error:  # JSON has no integers of thousands of digits, nor such depths
+        raise ValueError(f"{_inline(where)}: {_reason(error)}") from None
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
     """Returns the table in a TOML file.
 
     Raises:
-        ValueError: the file cannot be read or is not TOML; names the file.
+        ValueError: the file cannot be read, is not TOML or larger than any configuration; names the file.
     """
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"cannot read the configuration {path}: {error}") from error
+        with Path(path).open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read the configuration {_inline(str(path))}: {_reason(error)}") from error
 
 
 def config_to_toml(config: Config) -> str:

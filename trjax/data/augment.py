@@ -30,7 +30,15 @@ def make_augment(data: DataConfig, spec: DataSpec, seed: int) -> Preprocess:
     """Returns the training preprocessing: random crop with zero padding, random flip, normalisation.
 
     What happens to an example is a function of (seed, epoch, its index): the same on any device, in any batch.
+
+    Raises:
+        ValueError: the padding is as large as the images, so that a crop could show nothing of them.
     """
+    height, width, _ = spec.image_shape
+    if data.crop_padding >= min(height, width):
+        raise ValueError(
+            f"data.crop_padding={data.crop_padding} with images of {height}x{width}: must be less than their sides"
+        )
 
     def vary_example(key: jax.Array, image: jax.Array) -> jax.Array:
         crop_key, flip_key = jax.random.split(key)

@@ -1,10 +1,15 @@
 """CIFAR-10 and CIFAR-100 from the standard archives or their extracted folders, python or binary version.
 
+An archive is read to its end, where gzip has a checksum: a bit that flipped in what it holds is found. An extracted
+folder has none: what is found there are files of another size or form, and labels out of range, not a changed pixel.
+
 Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, and its download page.
 """
 
+import gzip
 import io
 import pickle
+import pickletools
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +20,13 @@ from typing import Any
 import numpy as np
 
 Examples = tuple[np.ndarray, np.ndarray]
+Read = Callable[[str, int], bytes]
+"""Maps a file's name and the most bytes to read of it to its content."""
 
 _HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
 _PIXELS = 32 * 32 * 3
+_GZIP_START = b"\x1f\x8b"
+_AROUND_BYTES = 2**20  # of an archive: headers, readme, names of the classes; they take 50 kB
 
 
 @dataclass(frozen=True)
@@ -49,16 +58,47 @@ _LAYOUTS = {
 }  # fmt: skip
 
 
+class _Array:
+    """Stands for numpy's array, and its dtype, while a pickle is read: keeps what it is told, and allocates nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def read(self) -> np.ndarray:
+        """Returns the array of bytes that it is, or raises nearly anything."""
+        _, shape, dtype, column_major, content = self.state
+        if dtype.arguments[0] not in ("u1", b"u1"):
+            raise ValueError(f"an array is of {dtype.arguments[0]!r}, not of bytes")
+        return np.frombuffer(content, np.uint8).reshape(shape, order="F" if column_major else "C")
+
+
+def _encode(text: str, _codec: str) -> bytes:
+    return text.encode("latin1")
+
+
 class _ArraysOnly(pickle.Unpickler):
     """Unpickles what CIFAR's files hold, arrays and plain containers, and refuses to run anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns numpy's array constructors only."""
+        """Returns what stands for numpy's array constructors, and nothing else."""
         module = module.replace("numpy.core", "numpy._core")  # its name when the files were made, and now
-        arrays = {("numpy._core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}
-        if (module, name) in arrays | {("_codecs", "encode")}:  # the last is how Python 3 writes bytes for Python 2
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which CIFAR's files do not")
+        if (module, name) in {("numpy._core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}:
+            return _Array
+        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2, in Latin-1
+            return _encode
+        raise pickle.UnpicklingError(f"it names {module!r}.{name!r}, which CIFAR's files do not")
+
+
+def _unpickle(content: bytes) -> Any:
+    """Returns what a pickle holds, in memory that its own size bounds."""
+    for opcode, argument, _ in pickletools.genops(content):
+        # Python makes a table of as many entries as the highest number.
+        if opcode.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(content):
+            raise pickle.UnpicklingError(f"it numbers an object {argument}")
+    return _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
 
 
 def _decode(content: bytes, layout: _Layout) -> Examples:
@@ -69,30 +109,47 @@ def _decode(content: bytes, layout: _Layout) -> Examples:
             raise ValueError(f"{len(content)} bytes are not a whole number of {record}-byte records")
         rows = np.frombuffer(content, np.uint8).reshape(-1, record)
         return rows[:, layout.label_bytes :], rows[:, layout.label_bytes - 1]
-    batch = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
-    return np.asarray(batch[b"data"]), np.asarray(batch[layout.label_key])
+    batch = _unpickle(content)
+    labels = batch[layout.label_key]
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+        raise ValueError("its labels are not a list of integers")
+    return batch[b"data"].read(), np.array(labels)
 
 
-def _read_file(name: str, num_examples: int, layout: _Layout, read: Callable[[str], bytes], where: str) -> Examples:
+def _most_bytes(num_examples: int, layout: _Layout) -> int:
+    """Returns the most that a file holds; pickled, pixels may take two bytes each, and every image has a name."""
+    return num_examples * (layout.label_bytes + _PIXELS if layout.label_bytes else 2 * _PIXELS + 256) + 4096
+
+
+def _reason(error: Exception) -> str:
+    """Returns what an error says, on one line."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _read_file(name: str, num_examples: int, layout: _Layout, read: Read, where: str) -> Examples:
     """Returns the images, shape (examples, 32, 32, 3) uint8, and int32 labels of one file, checked."""
     expected = f"expected {num_examples} examples of 3072 bytes; get {layout.archive} again from {_HOME}"
+    most = _most_bytes(num_examples, layout)
     try:
-        content = read(name)
-    except (OSError, KeyError, EOFError, tarfile.TarError) as error:
-        raise ValueError(f"{where}: {name} is missing or unreadable ({error}); {expected}") from None
+        content = read(name, most + 1)
+    except (OSError, KeyError, tarfile.TarError) as error:
+        raise ValueError(f"{where}: {name} is missing or unreadable ({_reason(error)}); {expected}") from None
     try:
+        if len(content) > most:
+            raise ValueError(f"it holds more than {most} bytes")
         pixels, labels = _decode(content, layout)
-        if pixels.shape != (num_examples, _PIXELS) or pixels.dtype != np.uint8 or labels.shape != (num_examples,):
-            raise ValueError(f"it holds {pixels.shape} {pixels.dtype} and {labels.shape} labels")
-        if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= layout.num_classes:
-            raise ValueError(f"labels are not integers in 0-{layout.num_classes - 1}")
+        if pixels.shape != (num_examples, _PIXELS) or labels.shape != (num_examples,):
+            raise ValueError(f"it holds pixels of shape {pixels.shape} and {len(labels)} labels")
+        if labels.min() < 0 or labels.max() >= layout.num_classes:
+            raise ValueError(f"labels are not all in 0-{layout.num_classes - 1}")
     except Exception as error:  # damaged pickles raise nearly anything
-        raise ValueError(f"{where}: {name} is damaged ({error}); {expected}") from error
+        raise ValueError(f"{where}: {name} is damaged ({_reason(error)}); {expected}") from error
     images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(images), labels.astype(np.int32)
 
 
-def _read_layout(layout: _Layout, read: Callable[[str], bytes], where: str) -> tuple[Examples, Examples]:
+def _read_layout(layout: _Layout, read: Read, where: str) -> tuple[Examples, Examples]:
     def joined(files: tuple[tuple[str, int], ...]) -> Examples:
         parts = [_read_file(name, count, layout, read, where) for name, count in files]
         return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
@@ -100,23 +157,57 @@ def _read_layout(layout: _Layout, read: Callable[[str], bytes], where: str) -> t
     return joined(layout.train), joined(layout.test)
 
 
-def _read_from(folder: Path, name: str) -> bytes:
-    return (folder / name).read_bytes()
+def _read_from(folder: Path, name: str, limit_bytes: int) -> bytes:
+    if (folder / name).exists() and not (folder / name).is_file():
+        raise KeyError("not a regular file")  # opening a pipe would wait for ever
+    with (folder / name).open("rb") as file:
+        return file.read(limit_bytes)
+
+
+def _unpack(layout: _Layout, path: Path) -> tarfile.TarFile:
+    """Returns the archive, all of it read into memory and its checksum found right; damage raises nearly anything."""
+    if not path.is_file():
+        raise ValueError("not a regular file")
+    most = sum(_most_bytes(count, layout) for _, count in layout.train + layout.test) + _AROUND_BYTES
+    with path.open("rb") as file:
+        packed = file.read(len(_GZIP_START)) == _GZIP_START  # some browsers unpack what they fetch
+    with gzip.open(path) if packed else path.open("rb") as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it holds more than {most} bytes")
+    archive = tarfile.TarFile(fileobj=io.BytesIO(content))
+    for member in archive:
+        if member.size < 0:  # the next one would lie before it, and so on for ever
+            raise ValueError(f"a member of {member.size} bytes")
+    return archive
 
 
 def _read_archive(layout: _Layout, path: Path) -> tuple[Examples, Examples]:
-    def read(name: str) -> bytes:
-        member = archive.extractfile(f"{layout.folder}/{name}")
-        if member is None:
+    def read(name: str, limit_bytes: int) -> bytes:
+        member = archive.getmember(f"{layout.folder}/{name}")
+        file = archive.extractfile(member) if member.isreg() else None  # no link to another member, either
+        if file is None:
             raise KeyError("not a regular file")
-        return member.read()
+        return file.read(limit_bytes)
 
     try:
-        with tarfile.open(path) as archive:
-            # Only named members are read, into memory: nothing in the archive decides what is written where.
-            return _read_layout(layout, read, str(path))
-    except (OSError, EOFError, tarfile.TarError) as error:
-        raise ValueError(f"{path} is damaged ({error}); get {layout.archive} again from {_HOME}") from error
+        archive = _unpack(layout, path)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged ({_reason(error)}); get {layout.archive} again from {_HOME}") from error
+    # Only named members are read, into memory: nothing in the archive decides what is written where.
+    return _read_layout(layout, read, str(path))
+
+
+def _find(layouts: tuple[_Layout, ...], folder: Path) -> tuple[_Layout, Path] | None:
+    """Returns the first version that is there, and its folder or archive."""
+    for layout in layouts:
+        for candidate in (folder / layout.folder, folder):
+            named = candidate.name == layout.folder and candidate.is_dir()
+            if named or (candidate / layout.train[0][0]).is_file():
+                return layout, candidate
+        if (folder / layout.archive).exists():
+            return layout, folder / layout.archive
+    return None
 
 
 def load_cifar(name: str, root: str) -> tuple[Examples, Examples]:
@@ -132,14 +223,18 @@ def load_cifar(name: str, root: str) -> tuple[Examples, Examples]:
     wanted = ", ".join(f"{layout.folder}/ or {layout.archive}" for layout in layouts)
     if not root:
         raise ValueError(f"data.source={name} needs --data.root: a folder with {wanted}; get one from {_HOME}")
-    folder = Path(root).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"data.root={root} is not a folder; expected one with {wanted}; get one from {_HOME}")
-    for layout in layouts:
-        for candidate in (folder / layout.folder, folder):
-            named = candidate.name == layout.folder and candidate.is_dir()
-            if named or (candidate / layout.train[0][0]).is_file():
-                return _read_layout(layout, partial(_read_from, candidate), str(candidate))
-        if (folder / layout.archive).exists():
-            return _read_archive(layout, folder / layout.archive)
-    raise ValueError(f"data.root={root} holds no {name}; expected {wanted}; get one from {_HOME}")
+    try:
+        folder = Path(root).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"data.root={root} is not a folder; expected one with {wanted}; get one from {_HOME}")
+        found = _find(layouts, folder)
+    except (OSError, RuntimeError) as error:  # too long a name, no permission; no such home
+        raise ValueError(
+            f"data.root={root} cannot be used ({_reason(error)}); expected a folder with {wanted}"
+        ) from error
+    if found is None:
+        raise ValueError(f"data.root={root} holds no {name}; expected {wanted}; get one from {_HOME}")
+    layout, path = found
+    if path.name == layout.archive:
+        return _read_archive(layout, path)
+    return _read_layout(layout, partial(_read_from, path), str(path))

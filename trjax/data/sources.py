@@ -1,5 +1,6 @@
 """Sources of examples, all behind one interface: a length, and `read` by index."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from trjax.config import DataConfig
 from trjax.data.cifar import load_cifar
+from trjax.memory import require_memory
 
 
 class Source(Protocol):
@@ -82,7 +84,8 @@ def load(data: DataConfig) -> tuple[Source, Source]:
     """Returns the training and the test source.
 
     Raises:
-        ValueError: files are missing or damaged; says which, what was expected and where to get it.
+        ValueError: files are missing or damaged; says which, what was expected and where to get it. Or synthetic
+            examples do not fit into memory.
     """
     if data.source == "digits":
         return _load_digits()
@@ -91,6 +94,7 @@ def load(data: DataConfig) -> tuple[Source, Source]:
         return ArraySource(*train), ArraySource(*test)
     if data.source == "synthetic":
         spec = describe(data)
+        _check_synthetic(spec)
         return _synthesise(spec, spec.train_examples, 0), _synthesise(spec, spec.test_examples, 1)
     raise ValueError(
         "data.source=imagenet: this version does not read image folders; "
@@ -108,6 +112,17 @@ def _load_digits() -> tuple[ArraySource, ArraySource]:
     labels = digits.target.astype(np.int32)
     train, test = train_test_split(np.arange(len(labels)), test_size=360, stratify=labels, random_state=0)
     return ArraySource(images[train], labels[train]), ArraySource(images[test], labels[test])
+
+
+def _check_synthetic(spec: DataSpec) -> None:
+    """Raises ValueError for examples, or patterns of classes, that this machine cannot hold."""
+    examples, pixels = spec.train_examples + spec.test_examples, math.prod(spec.image_shape)
+    shape = "x".join(map(str, spec.image_shape))
+    require_memory(
+        f"data.source=synthetic with {examples} examples of {shape} and {spec.num_classes} classes",
+        examples * (pixels + 4) + 2 * spec.num_classes * pixels,  # patterns, and the random numbers they are made of
+        "use fewer or smaller ones: data.train_examples, data.test_examples, data.image_shape, data.num_classes",
+    )
 
 
 def _synthesise(spec: DataSpec, num_examples: int, stream: int) -> ArraySource:
