@@ -123,7 +123,7 @@ def start_run(
         config: the run.
         chain: a model of one's own in place of the configured ResNet.
         optimizer: one's own in place of the configured one.
-        warn: told of damaged checkpoints.
+        warn: told of damaged checkpoints and records.
 
     Raises:
         ValueError: something the user gave cannot be, or the processes do not agree.
@@ -146,5 +146,6 @@ def start_run(
         exchange("workdir", str(workdir))
         state, step = _first_state(program, checkpoints)
         write_config(config, workdir)
-        trim_metrics(workdir / "metrics.jsonl", step)
+        if aside := trim_metrics(workdir / "metrics.jsonl", step):
+            warn(f"metrics.jsonl held more than the records of a run; all of it is kept as {aside}")
         yield Start(workdir, program, train_source, test_source, checkpoints, state, step)
