@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from trjax.launch import main
+
 JOB = [
     "--data.source", "synthetic", "--data.image-shape", "8", "8", "3", "--data.train-examples", "100",
     "--data.test-examples", "50", "--data.crop-padding", "1", "--data.flip", "--model.width", "4",
@@ -115,6 +117,19 @@ def test_the_death_of_one_ends_all_and_loses_nothing(environment: dict[str, str]
     while any(Path(f"/proc/{child}").exists() for child in children):  # a zombie would have a parent
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--processes", "0"], "processes=0: must be from 1 to 1024"),
+        (["--processes", "100000"], "processes=100000: must be from 1 to 1024"),
+        (["--gpus-per-process", "-1"], "gpus_per_process=-1: must be positive"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_processes_that_do_not_agree_all_end_and_say_why(environment: dict[str, str]) -> None:

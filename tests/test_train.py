@@ -236,7 +236,7 @@ def test_a_full_disk_ends_the_run_and_harms_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         assert main(["--workdir", "run", "--epochs", "3"]) == 1
-    assert "No space left on device; the last checkpoint is as it was" in capsys.readouterr().err
+    assert "No space left on device; checkpoints are as they were" in capsys.readouterr().err
     checkpoints = Checkpoints(Path("run/checkpoints"), pytest.fail)
     assert checkpoints.last is not None
     assert checkpoints.last.step == 5

@@ -16,6 +16,7 @@ from typing import IO
 import tyro
 
 _GRACE_SECONDS = 60  # for the others to end by themselves, once one has failed
+_MAX_PROCESSES = 1024
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2), Linux
 
 
@@ -87,10 +88,12 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
     """Runs the processes and returns the exit code of the first that failed, or 0; SIGINT and SIGTERM go to all.
 
     Raises:
-        ValueError: the number of processes is not positive.
+        ValueError: there are none or too many.
     """
-    if options.processes < 1:
-        raise ValueError(f"processes={options.processes}: must be positive")
+    if not 1 <= options.processes <= _MAX_PROCESSES:
+        raise ValueError(f"processes={options.processes}: must be from 1 to {_MAX_PROCESSES}")
+    if options.gpus_per_process < 0:
+        raise ValueError(f"gpus_per_process={options.gpus_per_process}: must be positive, or 0 to share all")
     port = _free_port()
     children: list[subprocess.Popen[str]] = []
 

@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
         return BAD_NUMBERS
     except (OSError, jax.errors.JaxRuntimeError) as error:  # a full disk, a folder or a process that went away
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        _tell(f"error: {reason}; the last checkpoint is as it was", sys.stderr)
+        _tell(f"error: {reason}; checkpoints are as they were", sys.stderr)
         return FILES
     except KeyboardInterrupt:
         _tell("stopped before the first step: nothing to save", sys.stderr)
