@@ -14,6 +14,8 @@ import pytest
 from trjax.checkpoint import About, Checkpoints, decode, encode
 from trjax.state import TrainState
 
+pytestmark = pytest.mark.fast
+
 
 def state_of(step: int) -> TrainState:
     """Odd sizes, a minus zero, a NaN: bits that have to come back."""

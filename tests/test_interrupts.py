@@ -9,6 +9,8 @@ import pytest
 
 from trjax.interrupts import STOPPED, catch_interrupts
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_to_stop(number: int, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ from trjax import processes
 from trjax.mesh import SPLIT, SPLIT_MICRO, make_mesh, own_rows, place
 from trjax.processes import Processes, broadcast, exchange, find_differing, join_processes, require_same
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("given", "message"),

@@ -10,6 +10,8 @@ import sys, time
 from pathlib import Path
 from trjax.watchdog import watch
 
+pytestmark = pytest.mark.fast
+
 def stuck():
     time.sleep(60)
 
