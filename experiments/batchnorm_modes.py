@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from machines import without_augmentation
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, write_rows
@@ -26,6 +27,7 @@ from trjax.operations import list_operations
 from trjax.optim import make_learning_rates
 from trjax.presets import preset_config
 from trjax.program import Program, compile_program, make_program
+from trjax.state import TrainState
 from trjax.step import init_totals
 
 MODES: tuple[Literal["local", "sync", "rank0"], ...] = ("local", "sync", "rank0")
@@ -44,7 +46,7 @@ class Options:
     seeds: int = 3
     """Runs of each kind, with other parameters and another order of the data."""
     quick: bool = False
-    """One seed, two epochs, the first batch only."""
+    """One seed, two epochs without augmentation, the first batch only."""
     out: Path = Path("results")
     """Folder for the CSV and the figure."""
 
@@ -60,12 +62,11 @@ class Outcome:
     seconds: np.ndarray
 
 
-def run(config: Config, program: Program, seed: int) -> Outcome:
-    """Trains from a seed's parameters in a seed's order, and tests; the program's own seed varies nothing here."""
+def run(config: Config, program: Program, seed: int, initial: TrainState) -> Outcome:
+    """Trains from a seed's state in a seed's order, and tests; the program's own seed varies nothing here."""
     train_source, test_source = load(config.data)
     steps_per_epoch = count_batches(len(train_source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    initial = jax.device_get(make_program(replace(config, seed=seed), program.mesh).init())
     state = jax.device_put(initial, program.forms.formats)
     seconds, losses, votes = [], [], program.votes(False)
     for batch in train_batches(train_source, config.global_batch, seed, 0, len(rates)):
@@ -115,8 +116,9 @@ def compare_modes(config: Config, seeds: int) -> list[dict[str, Any]]:
         programs.append(compile_program(make_program(one, make_mesh(f"0-{DEVICES - 1}"))))
     outcomes: list[list[Outcome]] = [[] for _ in MODES]
     for seed in range(seeds):
+        initial = jax.device_get(make_program(replace(config, seed=seed), programs[0].mesh).init())  # for all modes
         for one, program, own in zip(configs, programs, outcomes, strict=True):
-            own.append(run(one, program, seed))
+            own.append(run(one, program, seed, initial))
             progress(f"  seed {seed}, bn={one.bn}: top-1 {own[-1].test_top1:.2%}")
     rows: list[dict[str, Any]] = []
     for one, program, own in zip(configs, programs, outcomes, strict=True):
@@ -168,6 +170,7 @@ def sweep(options: Options) -> None:
     preset = preset_config("digits")
     optim = replace(preset.optim, scale_from_batch=preset.global_batch, warmup_epochs=1)
     config = replace(preset, epochs=options.epochs, optim=optim)
+    config = without_augmentation(config) if options.quick else config
     rows = []
     for global_batch in options.global_batches:
         rows += compare_modes(replace(config, global_batch=global_batch), options.seeds)

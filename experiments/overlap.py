@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machines import compile_for, h100s, replay_on
+from machines import compile_for, h100s, quick_config, replay_on, without_augmentation
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -43,6 +43,7 @@ from trjax.resnet import Block, Head, StemSegment
 from trjax.step import make_train_step
 
 REDUCERS: tuple[Reducing, ...] = ("single", "per_leaf", "two_group")
+QUICK_REDUCERS: tuple[Reducing, ...] = ("single", "two_group")
 MACHINES = {"1x8 NVLink": ("1x8", 0.0), "4x8 50 GB/s": ("4x8", 50.0), "4x8 100 Gb/s a host": ("4x8", 12.5 / 8)}
 """Topologies, and the GB/s that each GPU reaches to other hosts; the last has the network of the DDP paper."""
 PARTS = {"forward": "#9ecae1", "backward": "#3182bd", "exposed": "#d62728", "optimizer": "#bdbdbd"}
@@ -56,7 +57,7 @@ class Options:
     """Split a step into compute, communication and what overlaps, measured here and predicted for H100s."""
 
     quick: bool = False
-    """One small block in place of ResNet-8 (measured) and ResNet-50 (predicted)."""
+    """One small block without augmentation in place of ResNet-8 (measured) and ResNet-50 (predicted); no `per_leaf`."""
     repeats: int = 30
     """Steps of each kind that are timed."""
     out: Path = Path("results")
@@ -163,10 +164,10 @@ def row_of(where: str, program: str, parts: dict[str, float], communication: flo
     return {"where": where, "program": program} | {name: round(number, 3) for name, number in found.items()}
 
 
-def measure(config: Config, chain: Chain | None, repeats: int) -> list[dict[str, Any]]:
+def measure(config: Config, chain: Chain | None, reducers: Sequence[Reducing], repeats: int) -> list[dict[str, Any]]:
     """Returns a row for each way to sum, measured on the devices here."""
     mesh = make_mesh(f"0-{DEVICES - 1}")
-    programs = {name: make_program(replace(config, reducer=name), mesh, chain) for name in REDUCERS}
+    programs = {name: make_program(replace(config, reducer=name), mesh, chain) for name in reducers}
     program = programs["two_group"]
     initial = jax.device_get(program.init())
     (batch,) = train_batches(load(config.data)[0], config.global_batch, config.seed, 0, 1)
@@ -191,7 +192,7 @@ def measure(config: Config, chain: Chain | None, repeats: int) -> list[dict[str,
         row_of(
             "measured here", name, alone | {"exposed": taken[f"{name} step"] - taken["compute"]}, taken[f"{name} sums"]
         )
-        for name in REDUCERS
+        for name in reducers
     ]
 
 
@@ -205,19 +206,20 @@ def split_replay(found: Audit) -> dict[str, float]:
             "exposed": found.summary.exposed_ms, "optimizer": rest}  # fmt: skip
 
 
-def predict(config: Config, chain: Chain | None) -> list[dict[str, Any]]:
+def predict(config: Config, chain: Chain | None, reducers: Sequence[Reducing]) -> list[dict[str, Any]]:
     """Returns a row for each machine and way to sum, replayed from what compiles: once where the groups are the same.
 
     Args:
         config: the run, with one device's batch.
         chain: in place of the configured model.
+        reducers: besides `auto`.
     """
     rows, shapes = [], shape_run(config, chain)
     compiled: dict[tuple[Plan, bool], Compiled] = {}
     for where, (topology, link_gbytes) in MACHINES.items():
         machine = h100s(topology, link_gbytes)
         batch = config.global_batch * machine.topology.world_size
-        for reducer in (*REDUCERS, "auto"):
+        for reducer in (*reducers, "auto"):
             own = replace(config, reducer=reducer, link_gbytes=link_gbytes, global_batch=batch)
             plan = plan_run(own, shapes, machine, "OHWI")
             key = plan, reducer == "per_leaf"  # which the compiler gets with its own options
@@ -265,11 +267,11 @@ def compare(options: Options) -> None:
     announce(f"measured on {hardware()}; predicted for H100s from what is compiled for them", options.out)
     here = replace(preset_config("digits"), global_batch=48 * DEVICES)
     if options.quick:
-        there, chain = replace(preset_config("cifar10-resnet20"), global_batch=128), small_chain()
-        rows = measure(here, chain, min(options.repeats, 5)) + predict(there, chain)
+        here, there, chain = without_augmentation(here), quick_config(), small_chain()
+        rows = measure(here, chain, QUICK_REDUCERS, min(options.repeats, 5)) + predict(there, chain, QUICK_REDUCERS)
     else:
         there = replace(preset_config("imagenet-resnet50"), global_batch=256)
-        rows = measure(here, None, options.repeats) + predict(there, None)
+        rows = measure(here, None, REDUCERS, options.repeats) + predict(there, None, REDUCERS)
     without = {row["where"]: row["both ms"] for row in rows if row["program"] == "single"}
     rows = [row | {"saved %": round(100 * (1 - row["both ms"] / without[row["where"]]), 1)} for row in rows]
     write_rows(options.out / "overlap.csv", rows)

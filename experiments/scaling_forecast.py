@@ -1,6 +1,7 @@
 """How well would ResNet-50 scale, from 1 to 4096 GPUs, by the way its gradients are summed and the links there are?
 
-Each program is compiled once, for GPUs that need not be here, and replayed on every machine with its own links.
+Each program is compiled once for few and once for many GPUs, which need not be here, and replayed on every machine with
+its own links.
     pmean      `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient and statistic
     per_leaf   trjax: an AllReduce for every gradient, from within the backward, as far as the compiler leaves them
     two_group  trjax: two AllReduces, launched from within the backward
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compare_programs import make_ordinary_step
-from machines import compile_for, compile_program, mesh_of, replay_on
+from machines import compile_for, compile_program, mesh_of, quick_config, replay_on
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -34,6 +35,7 @@ PROGRAMS = {"pmean": "#7f7f7f", "per_leaf": "#d62728", "two_group": "#1f77b4", "
 """Programs, with their colors."""
 LINE_WIDTHS = 2.0, 3.5, 6.0, 1.5  # where they lie on each other, every one shows
 LARGEST = 16_384
+FEW = 8  # GPUs: for more the compiler schedules AllReduces in another way, however many to a host
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Options:
     gpus: int = 4096
     """Most GPUs; the sizes are the powers of two up to it."""
     quick: bool = False
-    """ResNet-8 on CIFAR-10, one kind of machine, few sizes."""
+    """ResNet-8 on CIFAR-10 without augmentation, one kind of machine, few sizes."""
     out: Path = Path("results")
     """Folder for the CSV and the figure."""
 
@@ -126,24 +128,28 @@ def compile_step(config: Config, name: str, machine: Machine) -> Compiled:
     return compile_program(replace(program, train_step=step), name)
 
 
-def forecast(
-    config: Config, variants: Sequence[Variant], sizes: Sequence[int], local_batch: int
-) -> Iterator[dict[str, Any]]:
-    """Yields the row of every machine and program; each distinct program compiles once inside hosts, once across."""
+def forecast(config: Config, variants: Sequence[Variant], sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yields the row of every machine and program; each distinct program compiles once for few GPUs, once for many.
+
+    Args:
+        config: the run, with one GPU's batch.
+        variants: of hosts.
+        sizes: numbers of GPUs.
+    """
     compiled, shapes = dict[tuple[str, ...], Compiled](), shape_run(config)
     for variant, world_size in ((variant, size) for variant in variants for size in sizes):
         machine = machine_at(variant, world_size)
-        here = replace(config, global_batch=local_batch * world_size, link_gbytes=variant.link_gbytes)
+        here = replace(config, global_batch=config.global_batch * world_size, link_gbytes=variant.link_gbytes)
         for program in PROGRAMS:
             name, launches = choose(here, shapes, machine) if program == "auto" else (program, "")
-            # One GPU waits for nothing, whatever it was compiled for; per size only `auto`'s groups differ.
-            compiled_on = machine if world_size > 1 else machine_at(variant, sizes[1])
-            scope = "one host" if compiled_on.topology.hosts == 1 else "hosts"
+            compile_size = max(world_size, sizes[1])  # one GPU waits for nothing, whatever it was compiled for
+            scope = "few" if compile_size <= FEW else "many"
+            if scope == "few" and name != "auto":  # whose groups depend on the size
+                compile_size = FEW
             key = (variant.target, scope, name, launches if name == "auto" else "")
             if key not in compiled:
-                compiled[key] = compile_step(
-                    replace(here, global_batch=local_batch * compiled_on.topology.world_size), name, compiled_on
-                )
+                sized = replace(here, global_batch=config.global_batch * compile_size)
+                compiled[key] = compile_step(sized, name, machine_at(variant, compile_size))
             total = replay_on(machine, compiled[key], here).summary
             yield {
                 "machine": variant.name,
@@ -210,19 +216,19 @@ def run(options: Options) -> None:
     if not 8 <= options.gpus <= LARGEST or options.gpus & (options.gpus - 1):
         raise ValueError(f"gpus={options.gpus}: must be a power of two from 8 to {LARGEST}")
     start_platform("cpu", "all")
-    config, local_batch = preset_config("imagenet-resnet50"), 256
+    config = quick_config() if options.quick else replace(preset_config("imagenet-resnet50"), global_batch=256)
     sizes = [2**power for power in range(options.gpus.bit_length())]
     variants: Sequence[Variant] = VARIANTS
     if options.quick:
-        config, local_batch, sizes, variants = preset_config("cifar10-resnet20"), 128, [1, 64, 256], VARIANTS[-1:]
-        config = replace(config, model=replace(config.model, arch="resnet8"))
+        sizes, variants = [1, 64, 256], VARIANTS[-1:]
     announce("compiled for GPUs that are not here", options.out)
-    rows = list(forecast(config, variants, sizes, local_batch))
+    rows = list(forecast(config, variants, sizes))
     write_rows(options.out / "scaling_forecast.csv", rows)
     print("\nmeasured by others, with other programs and most of it on other hardware:")
     points = [[point.world_size, round(100 * point.efficiency, 1), point.source] for point in PUBLISHED]
     print(format_table(["GPUs", "efficiency %", "source"], points))
-    title = f"{config.model.arch}, {local_batch} images a GPU: throughput a GPU, against the same program on one GPU"
+    what = f"{config.model.arch}, {config.global_batch} images a GPU"
+    title = f"{what}: throughput a GPU, against the same program on one GPU"
     draw(options.out / "scaling_forecast.png", title, rows)
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from machines import compile_for, h100s, replay_on
+from machines import compile_for, h100s, quick_config, replay_on
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import announce, main, progress, write_rows
 
 from trjax.audit import Audit
 from trjax.compiled import Compiled
-from trjax.config import Config, ModelConfig, Reducing
+from trjax.config import Config, Reducing
 from trjax.mesh import start_platform
 from trjax.plan import Plan
 from trjax.planning import plan_run
@@ -35,7 +35,7 @@ class Options:
     """Compile ResNet-50's step with buckets of several sizes for H100s; replay it on several machines."""
 
     quick: bool = False
-    """ResNet-8 on CIFAR-10, with small buckets."""
+    """ResNet-8 on CIFAR-10 without augmentation, with small buckets."""
     out: Path = Path("results")
     """Folder for the CSV and the figure."""
 
@@ -115,10 +115,7 @@ def sweep(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
     start_platform("cpu", "all")
     announce("predicted for H100s from what is compiled for them", options.out)
-    if options.quick:
-        config = replace(preset_config("cifar10-resnet20"), global_batch=128, model=ModelConfig(arch="resnet8"))
-    else:
-        config = replace(preset_config("imagenet-resnet50"), global_batch=256)
+    config = quick_config() if options.quick else replace(preset_config("imagenet-resnet50"), global_batch=256)
     rows = list(sweep_programs(config, QUICK_SIZES_MB if options.quick else SIZES_MB))
     rows.sort(key=lambda row: list(MACHINES).index(row["machine"]))
     write_rows(options.out / "sweep_buckets.csv", rows)

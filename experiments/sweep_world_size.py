@@ -46,7 +46,7 @@ class Options:
     """World sizes, as in 1,2,3; the first is what the others are compared with. All: those of 1, 2, 4, 8 that fit."""
     steps: int = 150
     quick: bool = False
-    """20 steps in place of `steps`."""
+    """20 steps in place of `steps`, at the first and the last world size only."""
     global_batch: int = 96
     bn: Literal["sync", "local"] = "sync"
     """Local is the counter-check: it computes another function at every world size, so the losses must differ."""
@@ -121,11 +121,11 @@ def draw(path: Path, title: str, rows: Sequence[Sequence[float]], losses: np.nda
     axes = figure.subplot_mosaic("LS;DR", width_ratios=[3, 2])
     colors, steps = colormaps["viridis"](np.linspace(0, 0.9, len(rows))), np.arange(1, losses.shape[1] + 1)
     positive = np.where(difference > 0, difference, np.nan)
-    axes["D"].semilogy(steps, positive[-1], color="gray", linestyle=":", label=f"N = {rows[0][0]}, nudged (control)")
+    axes["D"].semilogy(steps, positive[-1], ".:", color="gray", label=f"N = {rows[0][0]}, nudged (control)")
     for index, (row, color) in enumerate(zip(rows, colors, strict=True)):
         width = 2 * (len(rows) - index) - 1  # the later the thinner, so that every curve shows
         axes["L"].semilogy(steps, losses[index], color=color, linewidth=width, label=f"N = {row[0]}")
-        axes["D"].semilogy(steps, positive[index], color=color, linewidth=1)
+        axes["D"].semilogy(steps, positive[index], ".-", color=color, markersize=3, linewidth=1)
     axes["L"].set(ylabel="mean loss of the batch (nats)")
     axes["D"].set(xlabel="step", ylabel=f"relative difference\nto N = {rows[0][0]} (zeros left out)")
     for key, column, label in (("S", 2, "median step time (ms)"), ("R", 1, "throughput (images/s)")):
@@ -146,6 +146,8 @@ def sweep(options: Options) -> None:
         raise ValueError(
             f"world_sizes={options.world_sizes!r}: world sizes must be 1 to {len(present)}, the devices present"
         )
+    if options.quick:
+        sizes = sizes[:1] + sizes[1:][-1:]
     config = replace(preset_config("digits"), bn=options.bn, global_batch=options.global_batch)
     where = f"{present[0].platform} ({present[0].device_kind}), {os.cpu_count()} CPU cores"
     announce(where, options.out)

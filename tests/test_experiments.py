@@ -19,20 +19,20 @@ Rows = list[dict[str, str]]
 
 
 def check_sweep_world_size(rows: Rows) -> None:
-    assert [row["N"] for row in rows] == ["1", "2", "4", "8"]
+    assert [row["N"] for row in rows] == ["1", "8"]
     assert all(float(row["max diff"]) < 1e-6 for row in rows)  # the preset's own model and rates, 20 steps
 
 
 def check_compare_programs(rows: Rows) -> None:
     by_program = {(row["bn"], row["program"]): row for row in rows}
-    names = [("local", "pmean"), ("local", "two_group"), ("local", "auto")]
-    assert list(by_program) == [*names, ("sync", "automatic"), ("sync", "two_group"), ("sync", "auto")]
+    names = [("local", "pmean"), ("local", "two_group"), ("sync", "automatic"), ("sync", "two_group")]
+    assert list(by_program) == names
     # The model is so small that the compiler combines all leaves: one AllReduce, behind everything.
     ordinary, ours = by_program["local", "pmean"], by_program["local", "two_group"]
     assert (ordinary["AllReduces"], ordinary["blocking"]) == ("1", "1")
     assert (ours["AllReduces"], ours["blocking"], ours["transposes"]) == ("2", "0", "0")
     assert float(ours["exposed ms"]) < float(ordinary["exposed ms"])
-    assert ours["reduced MB"] == ordinary["reduced MB"] == by_program["local", "auto"]["reduced MB"]
+    assert ours["reduced MB"] == ordinary["reduced MB"]
     for row in rows:
         assert 0 <= float(row["gradients exposed ms"]) <= float(row["exposed ms"]) <= float(row["communication ms"])
         parts = float(row["compute ms"]) + float(row["exposed ms"])
