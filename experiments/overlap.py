@@ -136,10 +136,11 @@ def make_sums(recipe: Recipe, program: Program) -> Any:
 def repeat_step(step: Any, program: Program, initial: Any, batch: Batch) -> Call:
     """Returns a call that does one more step, and waits for it."""
     state = jax.device_put(initial, program.forms.formats)
+    rates, votes = np.full(program.num_steps, 1e-3, np.float32), program.votes(False)
 
     def call() -> Any:
         nonlocal state
-        state, results = step(state, batch, np.float32(1e-3), np.int32(0))
+        state, results = step(state, batch, rates, votes)
         return state, results
 
     return call
