@@ -40,7 +40,7 @@ from trjax.records import format_table
 WARMUP_STEPS = 5  # left out of the times: the first calls fill pools, and make the CUDA graphs
 QUICK_STEPS, PROFILED_STEPS = 10, 5
 TORCH_SECONDS = 130  # PyTorch may take to compile and run: the script is to end within four minutes
-RATE, EPOCH = np.float32(0.01), np.int32(0)  # inputs of the program: no value of theirs changes its time
+RATE = 0.01  # an input of the program: no value of it changes its time
 GRAPH_CALLS = ("cuGraphLaunch", "command_buffer::update")  # an update: some buffer lies elsewhere than last time
 UNNAMED = "AllReduce"  # kernels of a CUDA graph do not tell which instruction they belong to
 HEADER = ["what", "predicted", "measured", "ratio"]
@@ -159,25 +159,25 @@ def make_config(options: Options, num_devices: int) -> Config:
     return replace(preset, global_batch=examples, data=data, model=model)
 
 
-def run_steps(step: Any, state: Any, batch: Any, num_steps: int) -> tuple[Any, float, float]:
+def run_steps(step: Any, state: Any, inputs: tuple[Any, ...], num_steps: int) -> tuple[Any, float, float]:
     """Returns the state, the seconds of a step and the last loss; results are awaited one step late, as in training."""
     start, results = time.perf_counter(), None
     for _ in range(num_steps):
         previous = results
-        state, results = step(state, batch, RATE, EPOCH)
+        state, results = step(state, *inputs)
         jax.block_until_ready(previous)
-    loss, _, _, count = np.asarray(results)
+    loss, _, _, count, *_ = np.asarray(results)
     return state, (time.perf_counter() - start) / num_steps, float(loss / count)
 
 
-def profile_steps(step: Any, state: Any, batch: Any, compiled: Compiled) -> Found:
+def profile_steps(step: Any, state: Any, inputs: tuple[Any, ...], compiled: Compiled) -> Found:
     """Returns `summarise` of a few steps."""
     profiler = ProfileOptions()
     profiler.python_tracer_level = 0  # tracing Python would slow down the host, which launches the kernels
     groups = {operation.name: group_of(operation) for operation in compiled.operations if operation.collective}
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=profiler):
-            jax.block_until_ready(run_steps(step, state, batch, PROFILED_STEPS)[0])
+            jax.block_until_ready(run_steps(step, state, inputs, PROFILED_STEPS)[0])
         (file,) = Path(folder).rglob("*.xplane.pb")
         return summarise(*read_events(ProfileData.from_file(str(file)), groups), PROFILED_STEPS)
 
@@ -204,13 +204,14 @@ def measure(program: Program, config: Config, compiled: Compiled, step: Any, num
     """Returns the same as measured, and the gaps and orders."""
     (batch,) = train_batches(load(config.data)[0], config.global_batch, config.seed, 0, 1)
     batch = jax.block_until_ready(program.place_train(batch))
-    state, _, first = run_steps(step, program.init(), batch, WARMUP_STEPS)
-    state, seconds, last = run_steps(step, state, batch, num_steps)
+    inputs = batch, np.full(program.num_steps, RATE, np.float32), program.votes(False)
+    state, _, first = run_steps(step, program.init(), inputs, WARMUP_STEPS)
+    state, seconds, last = run_steps(step, state, inputs, num_steps)
     print(f"loss {first:.4f} after {WARMUP_STEPS} steps, {last:.4f} after {num_steps} more")
     counted = filter(None, (device.memory_stats() for device in program.mesh.devices.flat))  # not on the CPU
     peak = max((stats["peak_bytes_in_use"] / 1e9 for stats in counted), default=None)
     timed: Figures = {"images/s": config.global_batch / seconds, "step ms": seconds * 1e3, "peak memory GB": peak}
-    profiled, gaps_us, orders = profile_steps(step, state, batch, compiled)
+    profiled, gaps_us, orders = profile_steps(step, state, inputs, compiled)
     return timed | profiled | {"largest gap us": max(gaps_us, default=0.0)}, gaps_us, orders
 
 
