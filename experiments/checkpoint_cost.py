@@ -58,8 +58,8 @@ def train(config: Config, program: Program, state: Any, way: Way, every: int, fo
             if way == "waiting":
                 checkpoints.wait()
             saving += time.perf_counter() - began
-    seconds = time.perf_counter() - start
     checkpoints.wait()
+    seconds = time.perf_counter() - start
     return state, seconds, saving
 
 

@@ -1,6 +1,7 @@
 """Does a run that is killed at any moment, and started again, end as if nothing had happened?
 
-Each run of a small job on the digits is sent a signal at a random moment of its steps, evaluations and savings, then
+Each run of a small job on the digits is sent a signal at a random moment from its first step on, in steps,
+evaluations and savings, then
 started again until it ends. Its parameters, statistics and momentum must then be those of the undisturbed run, to the
 bit, and every start must go on from the newest checkpoint there is.
 """
@@ -120,7 +121,9 @@ def undisturbed(folder: Path, processes: int) -> tuple[dict[str, np.ndarray], fl
 
 def newest(workdir: Path) -> int:
     """Returns the step of the newest checkpoint, 0 if there is none."""
-    return max((int(path.stem) for path in (workdir / "checkpoints").glob("*.safetensors")), default=0)
+    return max(
+        (int(path.stem) for path in (workdir / "checkpoints").glob("*.safetensors") if path.stem.isdigit()), default=0
+    )
 
 
 def final(workdir: Path) -> dict[str, np.ndarray]:

@@ -3,14 +3,16 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from trjax.watchdog import HUNG, watch
+
+pytestmark = pytest.mark.fast
 
 CODE = """
 import sys, time
 from pathlib import Path
 from trjax.watchdog import watch
-
-pytestmark = pytest.mark.fast
 
 def stuck():
     time.sleep(60)

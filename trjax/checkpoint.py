@@ -54,9 +54,19 @@ def encode(state: TrainState, about: About) -> bytes:
 
 
 def _read_about(data: bytes) -> About:
-    """Returns what a checkpoint says of itself, from its header, which begins with its own length."""
+    """Returns what a checkpoint says of itself, from its header, which begins with its own length.
+
+    Raises:
+        ValueError: it says nothing of the kind.
+    """
     length = int.from_bytes(data[:8], "little")
-    return About(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_ABOUT]))
+    try:
+        about = About(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_ABOUT]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("it is no checkpoint of trjax") from error
+    if not isinstance(about.step, int) or about.position.keys() != {"epoch", "batch"}:
+        raise ValueError("it is no checkpoint of this version")
+    return about
 
 
 def decode(data: bytes, shapes: TrainState, where: str) -> TrainState:
@@ -127,6 +137,15 @@ def _write(path: Path, data: bytes) -> None:
         raise
 
 
+def _sync_folder(folder: Path) -> None:
+    """Has the names in a folder on the disk, as their contents are."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @jax.jit
 def _copy(leaves: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(leaf) for leaf in leaves]
@@ -158,6 +177,8 @@ class Checkpoints:
                 continue  # one that was moved aside
             try:
                 about = _read_about(_read_whole(path))
+                if about.step != int(path.stem):
+                    raise ValueError(f"it is that of step {about.step}")
                 self.found[about.step] = about
             except (ValueError, OSError) as error:
                 self.damaged.append(path)
@@ -224,6 +245,7 @@ class Checkpoints:
             self._move_aside(path)
         _write(_digest_path(path), _digest_line(data, path))
         _write(path, data)
+        _sync_folder(self.folder)
         self.found[about.step] = about
         best = self.best
         kept = {*sorted(self.found)[-_KEEP:], *([best.step] if best else [])}

@@ -15,6 +15,8 @@ from typing import IO
 
 import tyro
 
+from trjax.interrupts import STOPPED
+
 _GRACE_SECONDS = 60  # for the others to end by themselves, once one has failed
 _MAX_PROCESSES = 1024
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2), Linux
@@ -75,7 +77,8 @@ def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
         failed = [(index, code) for index, code in enumerate(codes) if code]
         if failed and not first:
             (index, first), deadline = failed[0], time.monotonic() + _GRACE_SECONDS
-            print(f"process {index} was the first to end, {_describe(first)}", file=sys.stderr)
+            if first != STOPPED:
+                print(f"process {index} was the first to end, {_describe(first)}", file=sys.stderr)
         if None not in codes:
             return first
         if time.monotonic() > deadline:
@@ -123,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = tyro.cli(Options, prog="python -m trjax.launch", args=list(arguments[:split]))
         return launch(options, arguments[split + 1 :])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

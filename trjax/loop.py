@@ -14,7 +14,9 @@ from trjax.checkpoint import About, Checkpoints
 from trjax.config import Config
 from trjax.data.batches import Batch, epoch_order, eval_batches, train_batches
 from trjax.data.sources import Source
+from trjax.mesh import REPLICATED, place
 from trjax.plan import NUM_SCORES
+from trjax.processes import exchange
 from trjax.program import Program
 from trjax.records import Display, Meter, Record, append_metrics, make_record
 from trjax.state import TrainState
@@ -60,7 +62,7 @@ class Run:
     alone: bool
     fed: Callable[[int], None]
 
-    def record(self, split: Literal["train", "test"], meter: Meter, step: int, skipped: int = 0) -> Record:
+    def record(self, split: Literal["train", "test"], meter: Meter, step: int, learning_rate: float) -> Record:
         """Writes what the meter has gathered to the file and the console, and empties it."""
         record = make_record(
             split,
@@ -68,7 +70,7 @@ class Run:
             skipped=meter.skipped,
             epoch=(step - 1) // self.program.steps_per_epoch + 1,
             step=step,
-            learning_rate=float(f"{self.learning_rates[step - 1 - skipped]:.7g}"),  # float32 has no more digits
+            learning_rate=float(f"{learning_rate:.7g}"),  # float32 has no more digits
             images_per_second=meter.images_per_second,
             seconds=time.perf_counter() - self.started,
         )
@@ -93,23 +95,26 @@ class _Progress:
 
     Attributes:
         skipped: steps that changed nothing, since the run began.
+        learning_rate: of the last step.
         bad_in_row: of them, those since the last good one.
         stopping: all processes have agreed to stop.
         gave_up: the first and the last of too many bad steps in a row.
     """
 
     skipped: int
+    learning_rate: float = 0.0
     bad_in_row: int = 0
     stopping: bool = False
     gave_up: tuple[int, int] | None = None
 
 
-def _save(run: Run, state: TrainState, step: int, top1: float | None) -> None:
-    """Starts to save; what is sharded is gathered before, by all processes."""
+def _save(run: Run, state: TrainState, step: int, top1: float | None) -> TrainState:
+    """Starts to save, and returns the whole state; what is sharded is gathered before, by all processes."""
     whole = run.program.forms.unload(state)
     if run.checkpoints is not None:
         epoch, batch = divmod(step, run.program.steps_per_epoch)
         run.checkpoints.save(whole, About(step, {"epoch": epoch, "batch": batch}, asdict(run.config), top1))
+    return whole
 
 
 def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, end_step: int) -> tuple[TrainState, int]:
@@ -122,25 +127,27 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
     """
     meter, config, program = Meter(), run.config, run.program
     votes = {asked: program.votes(asked) for asked in (False, True)}
+    rates = place(program.mesh, REPLICATED, run.learning_rates)
 
     def settle(step: int, outcome: jax.Array) -> None:
         values = np.asarray(outcome, np.float64)
         scores, bad = values[:NUM_SCORES], bool(values[-1])
         progress.stopping |= bool(values[NUM_SCORES])
+        progress.learning_rate = float(run.learning_rates[step - 1 - progress.skipped])
         progress.skipped += bad
         progress.bad_in_row = progress.bad_in_row + 1 if bad else 0
         meter.add(scores, bad)
         run.fed(step)
         run.display.advance(step, (step - 1) // program.steps_per_epoch + 1, scores, meter.images_per_second)
         if step % config.log_every == 0:
-            run.record("train", meter, step, progress.skipped)
+            run.record("train", meter, step, progress.learning_rate)
         if progress.bad_in_row == config.max_bad_steps > 0:
             progress.gave_up, progress.stopping = (step + 1 - progress.bad_in_row, step), True
 
     previous: tuple[int, jax.Array] | None = None
-    step, asked = start_step, False
+    step, asked = start_step, not run.alone and run.interrupted()
     for batch in run.batches(start_step, end_step):
-        state, outcome = program.train_step(state, program.place_train(batch), run.learning_rates, votes[asked])
+        state, outcome = program.train_step(state, program.place_train(batch), rates, votes[asked])
         step += 1
         if previous:
             settle(*previous)
@@ -155,11 +162,11 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
     if previous:
         settle(*previous)
         if meter.steps:
-            run.record("train", meter, step, progress.skipped)
+            run.record("train", meter, step, progress.learning_rate)
     return state, step
 
 
-def _evaluate(run: Run, state: TrainState, step: int, skipped: int) -> float:
+def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> float:
     """Evaluates every test example once, writes the record, and returns top-1."""
     meter, program = Meter(), run.program
     totals = init_totals(program.mesh)
@@ -167,41 +174,48 @@ def _evaluate(run: Run, state: TrainState, step: int, skipped: int) -> float:
         totals = program.accumulate(totals, state.params, state.batch_stats, program.place(batch))
         run.fed(step)
     meter.add(np.asarray(program.reduce_totals(totals), np.float64))
-    return run.record("test", meter, step, skipped).top1
+    return run.record("test", meter, step, learning_rate).top1
 
 
-def _give_up(run: Run, first: int, last: int) -> None:
-    """Writes down the first of the bad batches, with which `--replay-step` does that step again, and raises."""
-    if run.checkpoints is not None:
-        epoch, position = divmod(first - 1, run.program.steps_per_epoch)
-        batch = run.config.global_batch
-        order = epoch_order(run.config.seed, epoch, len(run.train_source))
-        indices = order[position * batch : (position + 1) * batch].tolist()
-        found = {"step": first - 1, "epoch": epoch, "devices": run.program.mesh.size, "indices": indices}
-        (run.workdir / BAD_STEP).write_text(json.dumps(found) + "\n", encoding="utf-8")
-    raise BadNumbersError(
-        f"{last + 1 - first} steps in a row, the first of them step {first}, had gradients that are not finite, and "
-        f"changed nothing. What was in its batch is in {run.workdir / BAD_STEP}; "
-        f"see where it begins with: python -m trjax.train --workdir {run.workdir} --replay-step"
-    )
+def _write_bad_step(run: Run, step: int, first: int, last: int) -> None:
+    """Writes down the first of the bad batches, with which `--replay-step` does that step again."""
+    epoch, position = divmod(first - 1, run.program.steps_per_epoch)
+    batch, path = run.config.global_batch, run.workdir / BAD_STEP
+    indices = epoch_order(run.config.seed, epoch, len(run.train_source))[position * batch : (position + 1) * batch]
+    found = {
+        "step": first - 1, "epoch": epoch, "devices": run.program.mesh.size, "indices": indices.tolist(),
+        "checkpoint": step, "updates_since": step - last,
+    }  # fmt: skip
+    path.with_suffix(".partial").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    path.with_suffix(".partial").replace(path)
 
 
 def run_loop(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
     """Trains, evaluates and saves after each epoch and every `save_every` steps, until the end or a stop.
 
     Raises:
-        BadNumbersError: too many steps in a row were bad; the state before them is saved.
+        BadNumbersError: too many steps in a row were bad.
         OSError: a checkpoint could not be written.
     """
+    whole = state
     end_step, per_epoch = len(run.learning_rates), run.program.steps_per_epoch
     progress = _Progress(int(state.skipped))
     while step < end_step and not progress.stopping and not (run.alone and run.interrupted()):
         epoch_end = (step // per_epoch + 1) * per_epoch
         state, step = _train(run, state, progress, step, epoch_end)
-        top1 = _evaluate(run, state, step, progress.skipped) if step == epoch_end else None
-        _save(run, state, step, top1)
+        top1 = _evaluate(run, state, step, progress.learning_rate) if step == epoch_end else None
+        whole = _save(run, state, step, top1)
+    jax.block_until_ready(whole)
     if run.checkpoints is not None:
         run.checkpoints.wait()
+        if progress.gave_up:
+            _write_bad_step(run, step, *progress.gave_up)
+    exchange("done", "")  # none leaves while another still needs it
     if progress.gave_up:
-        _give_up(run, *progress.gave_up)
+        first, last = progress.gave_up
+        raise BadNumbersError(
+            f"{last + 1 - first} steps in a row, the first of them step {first}, had gradients that are not finite, "
+            f"and changed nothing. What was in its batch is in {run.workdir / BAD_STEP}; "
+            f"see where it begins with: python -m trjax.train --workdir {run.workdir} --replay-step"
+        )
     return state, step

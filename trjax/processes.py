@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 _HEARTBEAT_SECONDS = 30  # a process that is silent for longer is taken for dead, and all others end
-_POLL_MS = 500
+_POLL_MS, _PATIENCE_SECONDS = 500, 900
 _FAREWELL_MS = 10_000
 _CLUSTERS = {"SLURM_STEP_NODELIST": "SLURM_NTASKS", "OMPI_MCA_orte_hnp_uri": "OMPI_COMM_WORLD_SIZE"}
 """What is set where a launcher that JAX knows has started this process, and what holds the number of processes."""
@@ -111,7 +111,7 @@ def exchange(topic: str, text: str) -> list[str]:
     """Returns what every process says on a topic, which each asks for once, in their order.
 
     Raises:
-        ValueError: another process has failed; says which, and why.
+        ValueError: another process has failed, or says nothing for a quarter of an hour; says which.
     """
     client = _client()
     if client is None:
@@ -121,11 +121,13 @@ def exchange(topic: str, text: str) -> list[str]:
 
 
 def _hear(client: Any, key: str) -> str:
-    while True:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < deadline:
         for name, message in client.key_value_dir_get("trjax/failed/"):
             raise ValueError(f"process {name.rpartition('/')[2]} has failed: {message}")
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             return client.blocking_key_value_get(key, _POLL_MS)
+    raise ValueError(f"process {key.rpartition('/')[2]} has said nothing for {_PATIENCE_SECONDS} s: it hangs")
 
 
 def announce_failure(message: str) -> None:

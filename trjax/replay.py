@@ -94,13 +94,14 @@ def find_first(
 def _read_bad_step(path: Path, config: Config) -> dict[str, Any]:
     try:
         bad = json.loads(path.read_text(encoding="utf-8"))
-        step, epoch, devices, indices = (bad[name] for name in ("step", "epoch", "devices", "indices"))
-        whole = all(type(number) is int and number >= 0 for number in (step, epoch, devices, *indices))
+        numbers = [bad[name] for name in ("step", "epoch", "devices", "checkpoint", "updates_since")]
+        devices, indices = bad["devices"], bad["indices"]
+        whole = all(type(number) is int and number >= 0 for number in (*numbers, *indices))
         fits = len(indices) <= config.global_batch and max(indices, default=0) < describe(config.data).train_examples
         if not whole or devices < 1 or config.global_batch % devices or not fits:
             raise ValueError("it has numbers that cannot be")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}); resume the run, which will give up there once more") from error
+        raise ValueError(f"{path} is damaged ({error}): there is no step to do again") from error
     return bad
 
 
@@ -117,9 +118,9 @@ def replay(config: Config) -> list[Finding]:
     start_platform("cpu", "0")
     program = make_program(config, make_mesh("0"))
     checkpoints = Checkpoints(path.parent / "checkpoints", lambda _: None)
-    if checkpoints.last is None:
-        raise ValueError(f"{checkpoints.folder} holds no checkpoint that is whole")
-    data = checkpoints.read(checkpoints.last.step)
+    if bad["checkpoint"] not in checkpoints.found:
+        raise ValueError(f"{checkpoints.folder} holds no checkpoint of step {bad['checkpoint']}, where the run gave up")
+    data = checkpoints.read(bad["checkpoint"])
     state = decode(data, program.forms.saved_shape, str(checkpoints.folder))
     spec, (source, _) = describe(config.data), load(config.data)
     devices = 1 if config.bn == "sync" else bad["devices"]

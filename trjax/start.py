@@ -143,9 +143,9 @@ def start_run(
     workdir = open_workdir(config)
     with lock_workdir(workdir):
         checkpoints = _open_checkpoints(config, workdir, program.steps_per_epoch, warn)
+        write_config(config, workdir)
         exchange("workdir", str(workdir))
         state, step = _first_state(program, checkpoints)
-        write_config(config, workdir)
         if aside := trim_metrics(workdir / "metrics.jsonl", step):
             warn(f"metrics.jsonl held more than the records of a run; all of it is kept as {aside}")
         yield Start(workdir, program, train_source, test_source, checkpoints, state, step)

@@ -95,7 +95,7 @@ def train(
         BadNumbersError: gradients were not finite, too often.
         OSError: the run's folder can no longer be written to.
     """
-    started, warnings = time.perf_counter(), list[str]()
+    started, warnings, ready = time.perf_counter(), list[str](), False
     join_processes(processes)
     try:
         with (
@@ -103,6 +103,7 @@ def train(
             start_run(config, chain, optimizer, warnings.append) as start,
             open_display(config.epochs, start.program.steps_per_epoch, start.step, process_index() > 0) as display,
         ):
+            ready = True
             mesh, end_step = start.program.mesh, start.program.num_steps
             devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' if mesh.size > 1 else ''}"
             examples = f"{len(start.train_source)} training and {len(start.test_source)} test examples"
@@ -117,7 +118,8 @@ def train(
             last = start.checkpoints.last if start.checkpoints else None
             best = start.checkpoints.best if start.checkpoints else None
     except (ValueError, OSError) as error:
-        announce_failure(str(error))
+        if not ready:
+            announce_failure(str(error))
         raise
     return Summary(
         step == end_step,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 HUNG = 4
 """Exit code of a run that its watchdog ended."""
+_BARK_SECONDS = 10  # for the message: the log may lie on what hangs
 
 
 def _bark(text: str, log: Path) -> None:
@@ -44,11 +45,13 @@ def watch(seconds: float, process: int, log: Path) -> Iterator[Callable[[int], N
             fed.clear()
             if ended.is_set():
                 return
-        _bark(
+        text = (
             f"watchdog: process {process} has finished no step for {seconds:g} s, the last was step {last}; "
-            "it ends now. The stack of every thread:\n",
-            log,
+            "it ends now. The stack of every thread:\n"
         )
+        bark = threading.Thread(target=_bark, args=(text, log), daemon=True)
+        bark.start()
+        bark.join(_BARK_SECONDS)
         os._exit(HUNG)
 
     if not seconds:

@@ -62,12 +62,14 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         except BlockingIOError as error:
             file.seek(0)
             raise ValueError(f"workdir={workdir} is in use by {file.read().strip() or 'another run'}") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        except OSError as error:  # a file system without locks, or a full one
+            raise ValueError(f"workdir={workdir} cannot be locked: {error}") from error
         yield
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -77,9 +78,9 @@ def update_shards(
         learning_rate: float32, shape ().
 
     Returns:
-        The new parameters, BatchNorm statistics and optimizer state; the results of the batch; and whether all that
-        was gathered is finite. A sum that is not leaves its parameter not finite either, whatever the optimizer, and
-        all devices see every parameter: they agree without another collective.
+        The new parameters, BatchNorm statistics and optimizer state; the results of the batch; and whether all sums
+        are finite. A device whose shard of them is not gives parameters that are not numbers, and all devices see
+        those: they agree without another collective.
     """
     trained = select_leaves(state.params, plan.trained)
     leaves, index, shards = name_leaves(trained), collectives.device_index(), plan.shards
@@ -90,6 +91,8 @@ def update_shards(
     params = restore_leaves({region.name: own(region) for region in plan.regions if region.name in leaves}, trained)
     gradients = restore_leaves(reduced, trained)
     params, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, params, learning_rate)
+    finite = all_finite(reduced.values())
+    params = jax.tree.map(lambda leaf: jnp.where(finite, leaf, jnp.nan), params)
     pieces = reduced | name_leaves(params)
     whole: dict[str, jax.Array] = {}
     gathered: list[jax.Array] = []
