@@ -135,8 +135,9 @@ def _moment(workdir: Path) -> str:
     """Returns what a run was at when it was killed, by what it left behind."""
     if any((workdir / "checkpoints").glob("*.partial")):
         return "saving"
-    *_, last = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = re.search(r'"train".*"step": (\d+)', last)
+    records = workdir / "metrics.jsonl"
+    last = records.read_text(encoding="utf-8").splitlines()[-1:] if records.exists() else []
+    found = re.search(r'"train".*"step": (\d+)', "".join(last))
     return "evaluation" if found and int(found.group(1)) % STEPS_PER_EPOCH == 0 else "steps"
 
 

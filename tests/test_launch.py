@@ -69,7 +69,7 @@ def lines(workdir: str) -> list[dict[str, Any]]:
 
 
 def test_two_processes_compute_what_one_does_also_after_a_stop_on_other_devices(environment: dict[str, str]) -> None:
-    """2 x 2 devices, one process asked to stop; resumed by one process on three devices; against 1 x 4."""
+    """2 x 2 devices against 1 x 4; each goes on where the other was; one process asked to stop, resumed by one."""
     whole = start(environment, "trjax.train", *JOB, "--epochs", "2", "--devices", "0-3", "--workdir", "whole", log="w")
     assert whole.wait(200) == 0, Path("w").read_text()
     two = launch(environment, "--epochs", "2", "--devices", "0-1", "--workdir", "two")
@@ -82,6 +82,15 @@ def test_two_processes_compute_what_one_does_also_after_a_stop_on_other_devices(
     left, right = state("whole", 10), state("two", 10)
     for name, leaf in left.items():
         np.testing.assert_allclose(right[name], leaf, atol=ROUNDING, err_msg=name)
+
+    exchanged = start(environment, "trjax.train", "--workdir", "two", "--epochs", "3", "--devices", "0-3", log="w")
+    assert exchanged.wait(200) == 0, Path("w").read_text()
+    exchanged = launch(environment, "--epochs", "3", "--devices", "0-1", "--workdir", "whole")
+    assert exchanged.wait(200) == 0, Path("log").read_text()
+    assert "resumed at step 10 of 15" in Path("log").read_text()
+    left, right = state("whole", 15), state("two", 15)
+    for name, leaf in left.items():
+        np.testing.assert_allclose(right[name], leaf, atol=2 * ROUNDING, err_msg=name)
 
     stopped = launch(environment, "--epochs", "4000", "--devices", "0-1", "--workdir", "stopped")
     wait_for("epoch 2/", stopped)

@@ -17,14 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import DATA, one_block_chain, spread, tiny_config, tiny_program
+from helpers import CIFAR_COUNT, DATA, one_block_chain, shrink_cifar, spread, tiny_config, tiny_program, write_cifar
 from safetensors import numpy as safetensors
 from safetensors.numpy import load_file
 
 from trjax import train as train_module
 from trjax.checkpoint import About, Checkpoints, decode
 from trjax.collectives import sum_moments
-from trjax.config import Config, OptimConfig
+from trjax.config import Config, DataConfig, OptimConfig
+from trjax.data import sources
 from trjax.data.batches import epoch_order
 from trjax.loop import BadNumbersError
 from trjax.mesh import make_mesh
@@ -138,6 +139,19 @@ def test_stopping_after_any_step_and_resuming_is_bitwise_nothing(monkeypatch: py
         assert [record["step"] for record in records if record["split"] == "test"] == [5, 10]
 
 
+def test_records_are_never_behind_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is killed behind it loses no line of what came before."""
+    seen, save = {}, Checkpoints.save
+
+    def spy(self: Checkpoints, state: Any, about: About) -> None:
+        seen[about.step] = sum(line["examples"] for line in lines("run") if line["split"] == "train")
+        save(self, state, about)
+
+    monkeypatch.setattr(Checkpoints, "save", spy)
+    run_tiny("run", save_every=3)
+    assert seen == {3: 72, 5: 100, 6: 124, 9: 196, 10: 200}
+
+
 def test_resuming_on_other_devices_goes_on() -> None:
     """Saved on eight, resumed on 4, 2, 1 and 3: the same batches, and with `sync` the same curve to rounding."""
     run_tiny("whole", bn="sync", devices="0")
@@ -240,6 +254,24 @@ def test_a_full_disk_ends_the_run_and_harms_nothing(
     checkpoints = Checkpoints(Path("run/checkpoints"), pytest.fail)
     assert checkpoints.last is not None
     assert checkpoints.last.step == 5
+
+
+def test_a_data_folder_that_vanished_is_named_and_harms_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shrink_cifar(monkeypatch)
+    spec = replace(
+        sources.describe(DataConfig(source="cifar10")), train_examples=5 * CIFAR_COUNT, test_examples=CIFAR_COUNT
+    )
+    monkeypatch.setattr(sources, "_CIFAR10", spec)
+    write_cifar("cifar10", 0, Path("data"))
+    options = ["--data.source", "cifar10", "--data.root", "data", "--workdir", "run"]
+    assert main([*TINY[14:], "--epochs", "1", *options]) == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    shutil.rmtree("data")
+    assert main(["--workdir", "run", "--epochs", "2"]) == 2
+    assert "data.root=data" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
 
 
 def test_damaged_checkpoints_are_said_and_the_one_before_is_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,6 +239,10 @@ class Checkpoints:
         if self._writing is not None and self._writing.done():
             self.wait()
 
+    def close(self) -> None:
+        """Waits until nothing is being written any more, whatever becomes of it; nothing can be saved afterwards."""
+        self._writer.shutdown()
+
     def _commit(self, state: TrainState, about: About) -> None:
         data, path = encode(state, about), self.path(about.step)
         if path.exists():  # damaged, or it would have been found

@@ -241,7 +241,7 @@ class Config:
     last_batch: Literal["pad", "drop"] = "pad"
     """What becomes of a last batch with fewer examples: padding that counts for nothing, or it is left out."""
     hosts: int = 0
-    """Hosts that the devices are said to lie on, for hierarchical; 0: one for each process."""
+    """Hosts that the devices are said to lie on, for hierarchical; 0: as many as there are."""
     nccl: tuple[str, ...] = ()
     """NAME=VALUE pairs for NCCL's environment (NCCL_ALGO=Ring), set before it starts and kept with the run."""
     link_gbytes: float = 0.0
@@ -276,7 +276,7 @@ class Config:
         )
         _require(self.bucket_mb >= 0, f"bucket_mb={self.bucket_mb}", "must not be negative")
         _require(self.accumulate > 0, f"accumulate={self.accumulate}", "must be positive")
-        _require(self.hosts >= 0, f"hosts={self.hosts}", "must be positive, or 0 for one a process")
+        _require(self.hosts >= 0, f"hosts={self.hosts}", "must be positive, or 0 for as many as there are")
         for pair in self.nccl:
             name, _, value = pair.partition("=")
             _require(

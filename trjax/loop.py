@@ -128,6 +128,8 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
     meter, config, program = Meter(), run.config, run.program
     votes = {asked: program.votes(asked) for asked in (False, True)}
     rates = place(program.mesh, REPLICATED, run.learning_rates)
+    step = start_step
+    previous: tuple[int, jax.Array] | None = None
 
     def settle(step: int, outcome: jax.Array) -> None:
         values = np.asarray(outcome, np.float64)
@@ -144,8 +146,15 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
         if progress.bad_in_row == config.max_bad_steps > 0:
             progress.gave_up, progress.stopping = (step + 1 - progress.bad_in_row, step), True
 
-    previous: tuple[int, jax.Array] | None = None
-    step, asked = start_step, not run.alone and run.interrupted()
+    def catch_up() -> None:
+        nonlocal previous
+        if previous:
+            settle(*previous)
+            previous = None
+        if meter.steps:
+            run.record("train", meter, step, progress.learning_rate)
+
+    asked = not run.alone and run.interrupted()
     for batch in run.batches(start_step, end_step):
         state, outcome = program.train_step(state, program.place_train(batch), rates, votes[asked])
         step += 1
@@ -156,13 +165,11 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
         if progress.stopping or (run.alone and asked):
             break
         if config.save_every and step % config.save_every == 0 and step < end_step:
+            catch_up()  # the records are never behind a checkpoint
             _save(run, state, step, None)
         if run.checkpoints is not None:
             run.checkpoints.check()
-    if previous:
-        settle(*previous)
-        if meter.steps:
-            run.record("train", meter, step, progress.learning_rate)
+    catch_up()
     return state, step
 
 

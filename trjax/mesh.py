@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ REPLICATED = PartitionSpec()
 """The whole array on every device."""
 
 _MAX_DEVICES, _MAX_DIGITS = 4096, 20
+_MAX_CPU_DEVICES = 256  # of so many threads, 512 do not meet in an AllReduce before XLA gives up and aborts
 _COLLECTIVE_MEMORY_MB = 1024  # the buffers of 268 million float32 gradients; ResNet-152 takes 241 MB
 _DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version")
 
@@ -72,7 +74,8 @@ def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str, nccl:
         nccl: NAME=VALUE pairs for NCCL's environment, read when it first connects.
 
     Raises:
-        ValueError: `platform` is cuda and there is no NVIDIA driver, or `devices` is malformed.
+        ValueError: `platform` is cuda and there is no NVIDIA driver, or `devices` is malformed or more than the CPU
+            can play.
     """
     indices = parse_devices(devices)
     for pair in nccl:
@@ -91,6 +94,8 @@ def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str, nccl:
             chosen = platform
             jax.config.update("jax_platforms", platform)
         if indices and chosen == "cpu":
+            if max(indices) >= _MAX_CPU_DEVICES:
+                raise ValueError(f"devices={devices!r}: the CPU can play {_MAX_CPU_DEVICES} devices at most")
             jax.config.update("jax_num_cpu_devices", max(indices) + 1)
 
 
@@ -100,24 +105,24 @@ def _mesh_over(devices: Sequence[jax.Device], hosts: int) -> Mesh:
     return Mesh(grid, AXIS, axis_types=(AxisType.Auto,) * len(AXIS))
 
 
-def _count_hosts(devices: Sequence[jax.Device], hosts: int) -> int:
-    """Returns the number of hosts, `hosts` if given: each a run of as many devices as the others."""
-    processes = [device.process_index for device in devices]
-    if hosts == 0:
-        hosts = len(set(processes))
-        if len(devices) % hosts or processes != sorted(processes):
-            return 1  # unequal or interleaved: one ring over all of them
-    if len(devices) % hosts:
-        raise ValueError(f"hosts={hosts} do not divide the {len(devices)} devices equally")
-    return hosts
+def count_hosts(where: Sequence[str]) -> int:
+    """Returns the number of hosts, from the host of every device; 1, a ring over all, if they are no equal runs.
+
+    >>> count_hosts("aabb"), count_hosts("abab"), count_hosts("aab")
+    (2, 1, 1)
+    """
+    runs = [len(list(run)) for _, run in groupby(where)]
+    unequal_or_interleaved = len(set(runs)) > 1 or len(runs) > len(set(where))
+    return 1 if unequal_or_interleaved else len(runs)
 
 
-def make_mesh(devices: str = "all", hosts: int = 0) -> Mesh:
+def make_mesh(devices: str = "all", hosts: int = 0, names: Sequence[str] = ()) -> Mesh:
     """Returns the mesh over the named devices of every process, in the order named, as hosts x devices of each.
 
     Args:
         devices: as `parse_devices` reads it.
-        hosts: that the devices are said to lie on, for study; 0: one for each process.
+        hosts: that the devices are said to lie on, for study; 0: as many as there are.
+        names: of the host of every process; empty: one host.
 
     Raises:
         ValueError: the specification is malformed, an index out of range (says how many devices there are), the
@@ -140,7 +145,10 @@ def make_mesh(devices: str = "all", hosts: int = 0) -> Mesh:
             f"there are {count} {present[0].platform} devices, 0-{count - 1}"
         )
     chosen = [own[index] for own in by_process for index in indices]
-    return _mesh_over(chosen, _count_hosts(chosen, hosts))
+    hosts = hosts or count_hosts([names[device.process_index] if names else "" for device in chosen])
+    if len(chosen) % hosts:
+        raise ValueError(f"hosts={hosts} do not divide the {len(chosen)} devices equally")
+    return _mesh_over(chosen, hosts)
 
 
 def make_topology_mesh(target_config: str, hosts: int, gpus_per_host: int) -> Mesh:

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ _POLL_MS, _PATIENCE_SECONDS = 500, 900
 _FAREWELL_MS = 10_000
 _CLUSTERS = {"SLURM_STEP_NODELIST": "SLURM_NTASKS", "OMPI_MCA_orte_hnp_uri": "OMPI_COMM_WORLD_SIZE"}
 """What is set where a launcher that JAX knows has started this process, and what holds the number of processes."""
+_exchanges = count()  # all processes exchange the same things in the same order
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
 
@@ -108,7 +111,7 @@ def _count() -> int:
 
 
 def exchange(topic: str, text: str) -> list[str]:
-    """Returns what every process says on a topic, which each asks for once, in their order.
+    """Returns what every process says on a topic, in the order of the processes; all of them must ask for it.
 
     Raises:
         ValueError: another process has failed, or says nothing for a quarter of an hour; says which.
@@ -116,8 +119,14 @@ def exchange(topic: str, text: str) -> list[str]:
     client = _client()
     if client is None:
         return [text]
-    client.key_value_set(f"trjax/said/{topic}/{process_index()}", text)
-    return [_hear(client, f"trjax/said/{topic}/{process}") for process in range(_count())]
+    folder = f"trjax/said/{next(_exchanges)}-{topic}"
+    client.key_value_set(f"{folder}/{process_index()}", text)
+    return [_hear(client, f"{folder}/{process}") for process in range(_count())]
+
+
+def find_hosts() -> list[str]:
+    """Returns the name of every process's host."""
+    return exchange("host", socket.gethostname())
 
 
 def _hear(client: Any, key: str) -> str:
@@ -187,9 +196,9 @@ def broadcast(data: bytes) -> bytes:
     if process_index() == 0:
         padded.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
     received = np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes()[: int(size)]
-    require_same("received", {"the initial state": hashlib.sha256(received).hexdigest()})
-    if hashlib.sha256(received).hexdigest() != digest:
-        raise ValueError("the initial state did not arrive as process 0 sent it")
+    arrived = exchange("received", hashlib.sha256(received).hexdigest())
+    if damaged := [str(process) for process, its in enumerate(arrived) if its != digest]:
+        raise ValueError(f"the state did not arrive as process 0 sent it on process {', '.join(damaged)}")
     return received
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from trjax.config import Config
 from trjax.data.sources import Source, describe, load
 from trjax.mesh import make_mesh, start_platform
 from trjax.options import nccl_settings
-from trjax.processes import broadcast, digest_code, exchange, process_index, require_same
+from trjax.processes import broadcast, digest_code, exchange, find_hosts, process_index, require_same
 from trjax.program import Program, make_program
 from trjax.records import trim_metrics
 from trjax.state import TrainState
@@ -130,7 +130,7 @@ def start_run(
     """
     require_same("facts", _facts(config))
     start_platform(config.platform, config.devices, nccl_settings(config))
-    mesh = make_mesh(config.devices, config.hosts)
+    mesh = make_mesh(config.devices, config.hosts, find_hosts())
     program, (train_source, test_source) = make_program(config, mesh, chain, optimizer), _load(config)
     plan = hashlib.sha256(repr(program.plan).encode()).hexdigest()[:12]
     sizes = [len(train_source), len(test_source)]
@@ -141,8 +141,10 @@ def start_run(
         yield Start(workdir, program, train_source, test_source, None, state, step)
         return
     workdir = open_workdir(config)
-    with lock_workdir(workdir):
-        checkpoints = _open_checkpoints(config, workdir, program.steps_per_epoch, warn)
+    with (
+        lock_workdir(workdir),
+        closing(_open_checkpoints(config, workdir, program.steps_per_epoch, warn)) as checkpoints,
+    ):
         write_config(config, workdir)
         exchange("workdir", str(workdir))
         state, step = _first_state(program, checkpoints)

@@ -19,7 +19,7 @@ from trjax.loop import BadNumbersError, Run, run_loop
 from trjax.optim import make_learning_rates
 from trjax.options import probe_options
 from trjax.presets import parse_options
-from trjax.processes import Processes, announce_failure, join_processes, leave, process_index
+from trjax.processes import Processes, announce_failure, exchange, join_processes, leave, process_index
 from trjax.program import compile_program
 from trjax.records import Display, open_display
 from trjax.replay import format_findings, replay
@@ -68,11 +68,22 @@ def _train(config: Config, start: Start, display: Display, interrupted: Callable
     rates = make_learning_rates(config.optim, config.epochs, program.steps_per_epoch, config.global_batch)
     process, alone = process_index(), jax.process_count() == 1
     compiled = compile_program(program)
+    exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
     with watch(config.watchdog_seconds, process, start.workdir / f"watchdog{process}.log") as fed:
         run = Run(
-            config, start.workdir, compiled, start.train_source, start.test_source, rates, start.checkpoints, display,
-            started, interrupted, alone, fed,
-        )  # fmt: skip
+            config=config,
+            workdir=start.workdir,
+            program=compiled,
+            train_source=start.train_source,
+            test_source=start.test_source,
+            learning_rates=rates,
+            checkpoints=start.checkpoints,
+            display=display,
+            started=started,
+            interrupted=interrupted,
+            alone=alone,
+            fed=fed,
+        )
         return run_loop(run, start.state, start.step)[1]
 
 
