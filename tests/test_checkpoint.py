@@ -132,14 +132,17 @@ def test_a_thousand_damages_are_found(tmp_path: Path) -> None:
 def test_a_save_that_was_killed_is_named_and_harmless(tmp_path: Path) -> None:
     """Behind every write and rename of a save: the last checkpoint is there, or the one before it."""
     save_all(tmp_path, about(10))
-    (tmp_path / "20.safetensors.partial").write_bytes(encode(state_of(20), about(20))[:100])
+    begun = encode(state_of(20), about(20))[:100]
+    (tmp_path / "20.safetensors.partial").write_bytes(begun)
     (tmp_path / "20.safetensors.sha256").write_text("0  20.safetensors\n")
     found, (warning,) = opened(tmp_path)
     assert found.last == about(10)
     assert "20.safetensors.partial is passed over: it was not written to its end" in warning
     found.save(state_of(20), about(20))
     found.wait()
-    assert opened(tmp_path)[0].last == about(20)
+    again, warnings = opened(tmp_path)
+    assert (again.last, warnings) == (about(20), [])
+    assert (tmp_path / "20.damaged1.safetensors").read_bytes() == begun
 
 
 def test_a_full_disk_is_an_error_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

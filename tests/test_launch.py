@@ -45,6 +45,10 @@ def launch(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str
     return start(environment, "trjax.launch", "--processes", "2", "--", *JOB, *arguments)
 
 
+def start_one(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    return start(environment, "trjax.train", *JOB, *arguments)
+
+
 def wait_for(text: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 200
     ended = False
@@ -69,9 +73,9 @@ def lines(workdir: str) -> list[dict[str, Any]]:
 
 
 def test_two_processes_compute_what_one_does_also_after_a_stop_on_other_devices(environment: dict[str, str]) -> None:
-    """2 x 2 devices against 1 x 4; each goes on where the other was; one process asked to stop, resumed by one."""
-    whole = start(environment, "trjax.train", *JOB, "--epochs", "2", "--devices", "0-3", "--workdir", "whole", log="w")
-    assert whole.wait(200) == 0, Path("w").read_text()
+    """2 x 2 devices against 1 x 4, and through 1 x 8 back to 2 x 2; one process asked to stop, resumed by one."""
+    whole = start_one(environment, "--epochs", "2", "--devices", "0-3", "--workdir", "whole")
+    assert whole.wait(200) == 0, Path("log").read_text()
     two = launch(environment, "--epochs", "2", "--devices", "0-1", "--workdir", "two")
     assert two.wait(200) == 0, Path("log").read_text()
     assert "[0] synthetic" not in Path("log").read_text()
@@ -83,12 +87,14 @@ def test_two_processes_compute_what_one_does_also_after_a_stop_on_other_devices(
     for name, leaf in left.items():
         np.testing.assert_allclose(right[name], leaf, atol=ROUNDING, err_msg=name)
 
-    exchanged = start(environment, "trjax.train", "--workdir", "two", "--epochs", "3", "--devices", "0-3", log="w")
-    assert exchanged.wait(200) == 0, Path("w").read_text()
-    exchanged = launch(environment, "--epochs", "3", "--devices", "0-1", "--workdir", "whole")
-    assert exchanged.wait(200) == 0, Path("log").read_text()
-    assert "resumed at step 10 of 15" in Path("log").read_text()
-    left, right = state("whole", 15), state("two", 15)
+    for epochs, devices in (("3", "0-7"), ("4", "0-1")):  # saved on eight, resumed on 2 x 2
+        begin = launch if epochs == "4" else start_one
+        moved = begin(environment, "--epochs", epochs, "--devices", devices, "--workdir", "two")
+        assert moved.wait(200) == 0, Path("log").read_text()
+    assert "resumed at step 15 of 20" in Path("log").read_text()
+    whole = start_one(environment, "--epochs", "4", "--devices", "0-3", "--workdir", "whole")
+    assert whole.wait(200) == 0, Path("log").read_text()
+    left, right = state("whole", 20), state("two", 20)
     for name, leaf in left.items():
         np.testing.assert_allclose(right[name], leaf, atol=2 * ROUNDING, err_msg=name)
 
@@ -99,11 +105,9 @@ def test_two_processes_compute_what_one_does_also_after_a_stop_on_other_devices(
     (step,) = {record["step"] for record in lines("stopped")[-1:]}
     assert f"stopped at step {step} after" in Path("log").read_text()
     end = -(-step // 5) + 1
-    resumed = start(
-        environment, "trjax.train", "--workdir", "stopped", "--epochs", str(end), "--devices", "0-2", log="resumed"
-    )
-    assert resumed.wait(200) == 0, Path("resumed").read_text()
-    assert f"resumed at step {step} of {5 * end}" in Path("resumed").read_text()
+    resumed = start_one(environment, "--epochs", str(end), "--devices", "0-2", "--workdir", "stopped")
+    assert resumed.wait(200) == 0, Path("log").read_text()
+    assert f"resumed at step {step} of {5 * end}" in Path("log").read_text()
     assert sum(record["examples"] for record in lines("stopped") if record["split"] == "train") == 100 * end
 
 

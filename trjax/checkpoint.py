@@ -102,6 +102,10 @@ def _digest_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
+def _partial_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
 def _read_whole(path: Path) -> bytes:
     """Returns the bytes of a checkpoint.
 
@@ -124,7 +128,7 @@ def _digest_line(data: bytes, path: Path) -> bytes:
 
 def _write(path: Path, data: bytes) -> None:
     """Puts a file into its place whole: what was there before stays until all of it is on the disk."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = _partial_path(path)
     try:
         with partial.open("wb") as file:
             file.write(data)
@@ -245,8 +249,9 @@ class Checkpoints:
 
     def _commit(self, state: TrainState, about: About) -> None:
         data, path = encode(state, about), self.path(about.step)
-        if path.exists():  # damaged, or it would have been found
-            self._move_aside(path)
+        for left in (path, _partial_path(path)):  # damaged, or it would have been found
+            if left.exists():
+                self._move_aside(left, about.step)
         _write(_digest_path(path), _digest_line(data, path))
         _write(path, data)
         _sync_folder(self.folder)
@@ -258,9 +263,9 @@ class Checkpoints:
             for old in (self.path(step), _digest_path(self.path(step))):
                 old.unlink(missing_ok=True)
 
-    def _move_aside(self, path: Path) -> None:
+    def _move_aside(self, path: Path, step: int) -> None:
         number = 1
-        while (aside := path.with_name(f"{path.stem}.damaged{number}.safetensors")).exists():
+        while (aside := self.folder / f"{step}.damaged{number}.safetensors").exists():
             number += 1
         path.rename(aside)
         with suppress(FileNotFoundError):

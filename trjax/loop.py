@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -91,21 +91,55 @@ class Run:
 
 @dataclass
 class _Progress:
-    """Where a run is, as the results that were read tell.
+    """Where a run is, as the results that were read tell: those of a step are read when the next one runs.
 
     Attributes:
+        run: the run.
         skipped: steps that changed nothing, since the run began.
-        learning_rate: of the last step.
-        bad_in_row: of them, those since the last good one.
+        step: the last one whose results were read.
+        learning_rate: of that step.
+        bad_in_row: steps that changed nothing, since the last good one.
         stopping: all processes have agreed to stop.
         gave_up: the first and the last of too many bad steps in a row.
+        unread: a step, and its results on the devices.
+        meter: of the steps that are in no record yet.
     """
 
+    run: Run
     skipped: int
+    step: int = 0
     learning_rate: float = 0.0
     bad_in_row: int = 0
     stopping: bool = False
     gave_up: tuple[int, int] | None = None
+    unread: tuple[int, jax.Array] | None = None
+    meter: Meter = field(default_factory=Meter)
+
+    def read(self) -> None:
+        """Waits for the results of the step that are not read yet, if there are any, and takes them in."""
+        if self.unread is None:
+            return
+        (self.step, outcome), self.unread, run = self.unread, None, self.run
+        values = np.asarray(outcome, np.float64)
+        scores, bad = values[:NUM_SCORES], bool(values[-1])
+        self.stopping |= bool(values[NUM_SCORES])
+        self.learning_rate = float(run.learning_rates[self.step - 1 - self.skipped])
+        self.skipped += bad
+        self.bad_in_row = self.bad_in_row + 1 if bad else 0
+        self.meter.add(scores, bad)
+        run.fed(self.step)
+        epoch = (self.step - 1) // run.program.steps_per_epoch + 1
+        run.display.advance(self.step, epoch, scores, self.meter.images_per_second)
+        if self.step % run.config.log_every == 0:
+            self.write()
+        if self.bad_in_row == run.config.max_bad_steps > 0:
+            self.gave_up, self.stopping = (self.step + 1 - self.bad_in_row, self.step), True
+
+    def write(self) -> None:
+        """Writes the record of what was read since the last one, if anything was."""
+        self.read()
+        if self.meter.steps:
+            self.run.record("train", self.meter, self.step, self.learning_rate)
 
 
 def _save(run: Run, state: TrainState, step: int, top1: float | None) -> TrainState:
@@ -125,51 +159,25 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
     Returns:
         The state, and the step that it is behind.
     """
-    meter, config, program = Meter(), run.config, run.program
+    config, program, step = run.config, run.program, start_step
     votes = {asked: program.votes(asked) for asked in (False, True)}
     rates = place(program.mesh, REPLICATED, run.learning_rates)
-    step = start_step
-    previous: tuple[int, jax.Array] | None = None
-
-    def settle(step: int, outcome: jax.Array) -> None:
-        values = np.asarray(outcome, np.float64)
-        scores, bad = values[:NUM_SCORES], bool(values[-1])
-        progress.stopping |= bool(values[NUM_SCORES])
-        progress.learning_rate = float(run.learning_rates[step - 1 - progress.skipped])
-        progress.skipped += bad
-        progress.bad_in_row = progress.bad_in_row + 1 if bad else 0
-        meter.add(scores, bad)
-        run.fed(step)
-        run.display.advance(step, (step - 1) // program.steps_per_epoch + 1, scores, meter.images_per_second)
-        if step % config.log_every == 0:
-            run.record("train", meter, step, progress.learning_rate)
-        if progress.bad_in_row == config.max_bad_steps > 0:
-            progress.gave_up, progress.stopping = (step + 1 - progress.bad_in_row, step), True
-
-    def catch_up() -> None:
-        nonlocal previous
-        if previous:
-            settle(*previous)
-            previous = None
-        if meter.steps:
-            run.record("train", meter, step, progress.learning_rate)
-
     asked = not run.alone and run.interrupted()
+    progress.meter.restart()
     for batch in run.batches(start_step, end_step):
         state, outcome = program.train_step(state, program.place_train(batch), rates, votes[asked])
         step += 1
-        if previous:
-            settle(*previous)
-        previous = (step, outcome)
+        progress.read()
+        progress.unread = (step, outcome)
         asked = run.interrupted()
         if progress.stopping or (run.alone and asked):
             break
         if config.save_every and step % config.save_every == 0 and step < end_step:
-            catch_up()  # the records are never behind a checkpoint
+            progress.write()  # records are never behind a checkpoint
             _save(run, state, step, None)
         if run.checkpoints is not None:
             run.checkpoints.check()
-    catch_up()
+    progress.write()
     return state, step
 
 
@@ -206,7 +214,7 @@ def run_loop(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
     """
     whole = state
     end_step, per_epoch = len(run.learning_rates), run.program.steps_per_epoch
-    progress = _Progress(int(state.skipped))
+    progress = _Progress(run, int(state.skipped))
     while step < end_step and not progress.stopping and not (run.alone and run.interrupted()):
         epoch_end = (step // per_epoch + 1) * per_epoch
         state, step = _train(run, state, progress, step, epoch_end)
