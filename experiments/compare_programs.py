@@ -37,7 +37,7 @@ from trjax.cost import Machine, make_machine, parse_topology
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch
 from trjax.data.sources import describe
-from trjax.keys import stream_key
+from trjax.keys import example_keys, stream_key
 from trjax.mesh import AXIS, REPLICATED, SPLIT, make_topology_mesh, placement, start_platform
 from trjax.operations import Operation
 from trjax.optim import make_optimizer
@@ -79,21 +79,22 @@ def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["
         for index, (segment, module) in enumerate(chain.items()):
             x, next_stats[segment] = apply_segment(
                 module, params[segment], batch_stats[segment], x,
-                train=True, mask=block.mask, key=jax.random.fold_in(key, index),
+                train=True, mask=block.mask,
+                keys=example_keys(jax.random.fold_in(key, index), block.indices),
             )  # fmt: skip
         loss, results = score(x, block.labels, block.mask)
         return loss / len(block.labels), (next_stats, results)
 
     def differentiate(params: Any, state: TrainState, block: Batch) -> Any:
         key = jax.random.fold_in(stream_key(config.seed, "dropout"), state.step)
-        images = augment(block, state.step // steps_per_epoch)
+        images = augment(block, state.step // steps_per_epoch).images
         return jax.grad(mean_loss, has_aux=True)(params, state.batch_stats, block, images, key)
 
     def update(state: TrainState, gradients: Any, batch_stats: Any, learning_rates: jax.Array) -> TrainState:
         learning_rate = learning_rates[state.step]
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, jax.tree.map(lambda leaf: -learning_rate * leaf, updates))
-        return TrainState(params, batch_stats, opt_state, state.step + 1, state.skipped)
+        return TrainState(params, batch_stats, opt_state, state.step + 1, state.skipped, state.ema)
 
     def with_pmean(state: TrainState, block: Batch, rates: jax.Array, _votes: jax.Array) -> Any:
         varying = replace(state, batch_stats=vary(state.batch_stats))

@@ -30,8 +30,10 @@ from trjax.compiled import Compiled
 from trjax.config import Config, Reducing
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch, train_batches
+from trjax.data.mixing import Inputs
 from trjax.data.sources import describe, load
 from trjax.figures import phase_of
+from trjax.keys import example_keys
 from trjax.mesh import REPLICATED, SPLIT, make_mesh, placement, start_platform
 from trjax.optim import make_optimizer
 from trjax.options import probe_options
@@ -99,14 +101,14 @@ def make_parts(config: Config, program: Program) -> tuple[Any, Any]:
     recipe = replace(program.recipe, launch=keep)
     augment = make_augment(config.data, describe(config.data), config.seed)
 
-    def prepare(block: Batch) -> jax.Array:
+    def prepare(block: Batch) -> Inputs:
         return augment(block, jnp.int32(0))
 
     def forward(params: Any, batch_stats: Any, block: Batch) -> Any:
-        x, key, stats = prepare(block), jax.random.key(0), {}
+        x, keys, stats = prepare(block).images, example_keys(jax.random.key(0), block.indices), {}
         for name, module in recipe.chain.items():
             x, stats[name] = apply_segment(
-                module, params[name], batch_stats[name], x, train=True, mask=block.mask, key=key
+                module, params[name], batch_stats[name], x, train=True, mask=block.mask, keys=keys
             )
         return score(x, block.labels, block.mask)[1], stats
 

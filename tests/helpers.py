@@ -24,6 +24,8 @@ from trjax.collectives import sum_moments
 from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.data import cifar
 from trjax.data.batches import Batch
+from trjax.data.mixing import Inputs
+from trjax.keys import example_keys
 from trjax.mesh import REPLICATED, SPLIT, make_mesh
 from trjax.options import probe_options
 from trjax.plan import make_plan, name_leaves
@@ -71,7 +73,7 @@ class Dense(nn.Module):
     norm: Literal["none", "local", "sync"] = "none"
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array, keys: jax.Array) -> jax.Array:
         y = nn.Dense(self.features)(x.reshape(x.shape[0], -1))
         if self.norm != "none":
             reduce_moments = sum_moments if self.norm == "sync" else None
@@ -125,7 +127,9 @@ def reduced_on(
 
     def body(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array, mask: jax.Array) -> Any:
         batch = Batch(images, labels, mask, labels)
-        reduced, _ = reduce_gradients(how, params, batch_stats, batch, lambda micro: micro.images, jax.random.key(0))
+        reduced, _ = reduce_gradients(
+            how, params, batch_stats, batch, lambda micro: Inputs(micro.images), jax.random.key(0)
+        )
         return jax.tree.map(lambda leaf: leaf[None], reduced)  # a row for each device
 
     split_spec = train_split(how.micro_batches)
@@ -149,9 +153,9 @@ def _plain_gradients(segments: Any, params: Any, batch_stats: Any, images: Any, 
     def loss(params: Any) -> tuple[jax.Array, Any]:
         x, stats = images, {}
         for index, (name, module) in enumerate(segments):
-            key = jax.random.fold_in(jax.random.key(0), index)
+            keys = example_keys(jax.random.fold_in(jax.random.key(0), index), labels)
             x, stats[name] = apply_segment(
-                module, params[name], batch_stats[name], x, train=True, mask=mask, key=key
+                module, params[name], batch_stats[name], x, train=True, mask=mask, keys=keys
             )  # fmt: skip
         return score(x, labels, mask)[0] / mask.sum(), stats
 

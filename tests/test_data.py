@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from trjax.config import DataConfig
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch, count_batches, epoch_order, eval_batches, train_batches
 from trjax.data.sources import ArraySource, describe, load
-from trjax.keys import stream_key
+from trjax.keys import Stream, stream_key
 from trjax.mesh import SPLIT, make_mesh, placement
 
 pytestmark = pytest.mark.fast
@@ -99,7 +99,7 @@ AUGMENTED = DataConfig(source="cifar10", crop_padding=4, flip=True)
 
 
 def augmented(batch: Batch, epoch: int, seed: int = 0, data: DataConfig = AUGMENTED) -> np.ndarray:
-    return np.asarray(jax.jit(make_augment(data, describe(data), seed))(batch, jnp.int32(epoch)))
+    return np.asarray(jax.jit(make_augment(data, describe(data), seed))(batch, jnp.int32(epoch)).images)
 
 
 def random_batch(size: int) -> Batch:
@@ -142,7 +142,7 @@ def test_augmentation_crops_flips_and_normalises() -> None:
 
 
 def test_streams_of_random_keys_differ() -> None:
-    keys = [stream_key(7, stream) for stream in ("init", "augment", "dropout")]
+    keys = [stream_key(7, stream) for stream in get_args(Stream)]
     drawn = [tuple(jax.random.key_data(jax.random.fold_in(key, index)).tolist()) for key in keys for index in range(50)]
     assert len(set(drawn)) == len(drawn)
 

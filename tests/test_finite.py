@@ -27,7 +27,7 @@ class Odd(nn.Module):
     """Adds nothing to its input; the gradient of its parameter, and that alone, is not a number where it is zero."""
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array, keys: jax.Array) -> jax.Array:
         odd = self.param("odd", nn.initializers.ones, (3,))
         return x + 0 * jnp.sqrt(odd).sum()
 

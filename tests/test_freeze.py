@@ -84,7 +84,7 @@ class Unused(nn.Module):
     """Has a parameter that never reaches the loss."""
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array, keys: jax.Array) -> jax.Array:
         self.param("forgotten", nn.initializers.ones, (3,))
         return nn.Dense(6)(x.reshape(x.shape[0], -1))
 

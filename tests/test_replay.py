@@ -11,6 +11,7 @@ from helpers import noise_block, one_block_chain
 
 from trjax.chain import init_chain
 from trjax.data.batches import Batch
+from trjax.data.mixing import Inputs
 from trjax.replay import find_first
 from trjax.train import main
 
@@ -27,7 +28,7 @@ def first(change: Any = lambda params: params, images: Any = None) -> str:
     noise, labels, mask = noise_block(0, 4)
     images = noise if images is None else images
     block = Batch(images, labels, mask, labels)
-    return find_first(chain, change(params), batch_stats, jnp.asarray(images), block, jax.random.key(0), 4)
+    return find_first(chain, change(params), batch_stats, Inputs(jnp.asarray(images)), block, jax.random.key(0), 4)
 
 
 def test_the_first_segment_and_the_operation_are_named() -> None:

@@ -14,12 +14,14 @@ from trjax import collectives
 from trjax.chain import Chain, apply_segment
 from trjax.collectives import Launch
 from trjax.data.batches import Batch
+from trjax.data.mixing import Inputs
+from trjax.keys import example_keys
 from trjax.packing import STATISTICS, all_finite, cut, flatten, unflatten
 from trjax.plan import Group, Plan, name_leaves, restore_leaves
 
 Leaves = Mapping[str, jax.Array]
-Prepare = Callable[[Batch], jax.Array]
-"""Maps a block of examples to the network's input."""
+Prepare = Callable[[Batch], Inputs]
+"""Maps a block of examples to the network's input and the targets."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +47,25 @@ class Recipe:
     sharded: bool = False
 
 
-def score(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+def score(
+    logits: jax.Array, labels: jax.Array, mask: jax.Array, targets: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Scores a block of examples.
 
     Args:
         logits: float32, shape (examples, classes).
         labels: int32, shape (examples,).
         mask: float32, shape (examples,): examples with 0 count for nothing.
+        targets: probabilities in place of the labels, for the cross-entropy; float32, shape (examples, classes).
 
     Returns:
         Cross-entropy summed over the examples, and the scores: float32 (loss sum, top-1 count, top-5 count,
         example count). Equal logits rank in class order; one that is not a number counts against the example.
     """
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    if targets is None:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    else:
+        losses = optax.softmax_cross_entropy(logits, targets)
     loss = jnp.where(mask > 0, losses * mask, 0).sum()
     own = jnp.take_along_axis(logits, labels[:, None], 1)
     classes = jnp.arange(logits.shape[1])[None]
@@ -70,14 +78,14 @@ def score(logits: jax.Array, labels: jax.Array, mask: jax.Array) -> tuple[jax.Ar
 
 def _forward(
     module: nn.Module, segment: str, like: Any, frozen: Leaves, batch_stats: Any, params: Leaves, x: jax.Array, *,
-    mask: jax.Array, key: jax.Array,
+    mask: jax.Array, keys: jax.Array,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
     tree = restore_leaves({**frozen, **params}, {segment: like})[segment]
-    return apply_segment(module, tree, batch_stats, x, train=True, mask=mask, key=key)
+    return apply_segment(module, tree, batch_stats, x, train=True, mask=mask, keys=keys)
 
 
 def _differentiate(
-    recipe: Recipe, params: Any, batch_stats: Any, images: jax.Array, block: Batch, key: jax.Array,
+    recipe: Recipe, params: Any, batch_stats: Any, inputs: Inputs, block: Batch, key: jax.Array,
     complete: Callable[[Group, Leaves], None], vote: jax.Array | float = 0.0,
 ) -> Any:  # fmt: skip
     """Runs forward and backward, and calls `complete` with every group as soon as its tensors are there.
@@ -96,17 +104,18 @@ def _differentiate(
     }
     pullbacks: dict[str, Callable] = {}
     next_stats: dict[str, Any] = {}
-    x = images
+    x = inputs.images
     for index, (segment, module) in enumerate(recipe.chain.items()):
-        segment_key = jax.random.fold_in(key, index)
+        keys = example_keys(jax.random.fold_in(key, index), block.indices)
         forward = partial(_forward, module, segment, params[segment], frozen, batch_stats[segment],
-                          mask=block.mask, key=segment_key)  # fmt: skip
+                          mask=block.mask, keys=keys)  # fmt: skip
         if pullbacks or trained[segment]:
             x, pullbacks[segment], next_stats[segment] = jax.vjp(forward, trained[segment], x, has_aux=True)
         else:
             x, next_stats[segment] = forward({}, x)
 
-    _, pull_loss, scores = jax.vjp(lambda logits: score(logits, block.labels, block.mask), x, has_aux=True)
+    measure = partial(score, labels=block.labels, mask=block.mask, targets=inputs.targets)
+    _, pull_loss, scores = jax.vjp(measure, x, has_aux=True)
     leaves = name_leaves(next_stats) | {"results": jnp.append(scores, vote)}
     (cotangent,) = pull_loss(collectives.vary(jnp.float32(1 / recipe.global_batch)))
     for segment in reversed(pullbacks):
@@ -127,21 +136,19 @@ def _accumulate(
         Every group's buffer, float32, with zeros for the BatchNorm statistics; and these.
     """
 
-    def run(carry: tuple[dict[str, jax.Array], Any], micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+    def run(carry: tuple[dict[str, jax.Array], Any], block: Batch) -> tuple[Any, None]:
         sums, stats = carry
-        index, block = micro
         sums = dict(sums)
 
         def add(group: Group, leaves: Leaves) -> None:
             none = {region.name: jnp.zeros(region.shape) for region in group.regions if region.kind in STATISTICS}
             sums[group.name] += flatten(group, {**leaves, **none}, dtype="float32")
 
-        block_key = jax.random.fold_in(key, index)
-        stats = _differentiate(recipe, params, stats, prepare(block), block, block_key, add)
+        stats = _differentiate(recipe, params, stats, prepare(block), block, key, add)
         return (sums, stats), None
 
     zeros = {group.name: collectives.vary(jnp.zeros(group.size_elements)) for group in recipe.plan.groups}
-    carry, _ = jax.lax.scan(run, (zeros, batch_stats), (jnp.arange(recipe.micro_batches - 1), blocks))
+    carry, _ = jax.lax.scan(run, (zeros, batch_stats), blocks)
     return carry
 
 
@@ -198,7 +205,7 @@ def reduce_gradients(
         batch_stats: likewise.
         block: this device's examples, leading dim (local_batch,), or (micro_batches, examples) if there are several.
         prepare: maps a block of examples to the network's input.
-        key: for dropout and the like.
+        key: for dropout and the like, the same on all devices; each example's index is folded into it.
         vote: 1 if this device asks to stop, float32, shape ().
 
     Returns:
@@ -214,7 +221,6 @@ def reduce_gradients(
         carried, batch_stats = _accumulate(recipe, params, batch_stats, first, prepare, key)
         # The last one starts behind the others: a loop of one turn is inlined, and both would be in memory at once.
         block = jax.lax.optimization_barrier((carried, block))[1]
-        key = jax.random.fold_in(key, recipe.micro_batches - 1)
     share = examples / recipe.global_batch
     if recipe.statistics == "first":
         share = (collectives.device_index() == 0).astype(jnp.float32)

@@ -1,8 +1,8 @@
 """A model is a chain: named flax modules, each applied to the result of the one before.
 
-A module of a chain is called as `module(x, train=..., mask=...)`, where `mask` is 1 for real examples and 0
-for padding, keeps its parameters in `params`, running statistics in `batch_stats`, and may draw from the
-`dropout` stream. Nothing else is asked of it.
+A module of a chain is called as `module(x, train=..., mask=..., keys=...)`, where `mask` is 1 for real examples and
+0 for padding, and `keys` holds a random key for each example, for dropout and the like; it keeps its parameters in
+`params` and running statistics in `batch_stats`. Nothing else is asked of it.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def apply_segment(
     *,
     train: bool,
     mask: jax.Array,
-    key: jax.Array,
+    keys: jax.Array,
 ) -> tuple[jax.Array, Any]:
     """Applies one segment to a block of examples.
 
@@ -35,14 +35,14 @@ def apply_segment(
         x: input, leading dim = examples.
         train: normalise with the batch and update the statistics, or use the statistics.
         mask: float32, one per example: 0 keeps padding out of every statistic.
-        key: random key for dropout and the like.
+        keys: random keys, one per example, for dropout and the like.
 
     Returns:
         The output and the new running statistics.
     """
     variables = {"params": params, "batch_stats": batch_stats}
     mutable = ["batch_stats"] if train else []
-    y, changed = module.apply(variables, x, train=train, mask=mask, rngs={"dropout": key}, mutable=mutable)
+    y, changed = module.apply(variables, x, train=train, mask=mask, keys=keys, mutable=mutable)
     return y, changed.get("batch_stats", batch_stats)
 
 
@@ -55,8 +55,8 @@ def init_chain(chain: Chain, key: jax.Array, image_shape: tuple[int, ...]) -> tu
     params, batch_stats = {}, {}
     x, mask = jnp.zeros((1, *image_shape)), jnp.ones(1)
     for index, (name, module) in enumerate(chain.items()):
-        streams = dict(zip(("params", "dropout"), jax.random.split(jax.random.fold_in(key, index)), strict=True))
-        x, variables = module.init_with_output(streams, x, train=False, mask=mask)
+        own, drawing = jax.random.split(jax.random.fold_in(key, index))
+        x, variables = module.init_with_output(own, x, train=False, mask=mask, keys=drawing[None])
         params[name], batch_stats[name] = variables.get("params", {}), variables.get("batch_stats", {})
     return params, batch_stats
 
@@ -71,8 +71,8 @@ def evaluate_chain(chain: Chain, params: Any, batch_stats: Any, x: jax.Array) ->
         x: preprocessed images, shape (examples, height, width, channels).
     """
     # Evaluation leaves padding out of the sums, not out of the batch, and draws nothing.
-    mask, key = jnp.ones(x.shape[0]), jax.random.key(0)
+    mask, keys = jnp.ones(x.shape[0]), jnp.broadcast_to(jax.random.key(0), x.shape[:1])
     for name, module in chain.items():
         stats = batch_stats.get(name, {})
-        x, _ = apply_segment(module, params[name], stats, x, train=False, mask=mask, key=key)
+        x, _ = apply_segment(module, params[name], stats, x, train=False, mask=mask, keys=keys)
     return x

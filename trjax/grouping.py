@@ -79,11 +79,12 @@ def predict_segments(
     """
     costs: list[SegmentCost] = []
     x: Any = jax.ShapeDtypeStruct((local_batch, *image_shape), jnp.float32)
-    mask, key = jax.ShapeDtypeStruct((local_batch,), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
+    mask = jax.ShapeDtypeStruct((local_batch,), jnp.float32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), local_batch))
     for name, module in chain.items():
         forward = partial(apply_segment, module, train=False)  # as in evaluation: no statistics to share
         trace = jax.make_jaxpr(forward, return_shape=True)
-        jaxpr, (x, _) = trace(params[name], batch_stats[name], x, mask=mask, key=key)
+        jaxpr, (x, _) = trace(params[name], batch_stats[name], x, mask=mask, keys=keys)
         num_gradients = 2 if costs else 1  # nobody asks for the gradient of the images
         seconds = sum(_backward_seconds(equation, machine, num_gradients) for equation in list_equations(jaxpr.jaxpr))
         size_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in name_leaves(params[name]).values())

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from trjax.mesh import REPLICATED, place
 from trjax.plan import NUM_SCORES
 from trjax.processes import exchange
 from trjax.program import Program
-from trjax.records import Display, Meter, Record, append_metrics, make_record
+from trjax.records import Display, Meter, Record, Split, append_metrics, make_record
 from trjax.state import TrainState
 from trjax.step import init_totals
 
@@ -62,7 +62,7 @@ class Run:
     alone: bool
     fed: Callable[[int], None]
 
-    def record(self, split: Literal["train", "test"], meter: Meter, step: int, learning_rate: float) -> Record:
+    def record(self, split: Split, meter: Meter, step: int, learning_rate: float) -> Record:
         """Writes what the meter has gathered to the file and the console, and empties it."""
         record = make_record(
             split,
@@ -182,14 +182,20 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
 
 
 def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> float:
-    """Evaluates every test example once, writes the record, and returns top-1."""
+    """Evaluates every test example once, also with the running means, if any; writes the records, returns top-1."""
     meter, program = Meter(), run.program
-    totals = init_totals(program.mesh)
-    for batch in eval_batches(run.test_source, run.config.global_batch, program.eval_rows):
-        totals = program.accumulate(totals, state.params, state.batch_stats, program.place(batch))
-        run.fed(step)
-    meter.add(np.asarray(program.reduce_totals(totals), np.float64))
-    return run.record("test", meter, step, learning_rate).top1
+    models: dict[Split, tuple[Any, Any]] = {"test": (state.params, state.batch_stats)}
+    if state.ema:
+        models["ema"] = (state.ema["params"], state.ema["batch_stats"])
+    best = 0.0
+    for split, model in models.items():
+        totals = init_totals(program.mesh)
+        for batch in eval_batches(run.test_source, run.config.global_batch, program.eval_rows):
+            totals = program.accumulate(totals, *model, program.place(batch))
+            run.fed(step)
+        meter.add(np.asarray(program.reduce_totals(totals), np.float64))
+        best = max(best, run.record(split, meter, step, learning_rate).top1)
+    return best
 
 
 def _write_bad_step(run: Run, step: int, first: int, last: int) -> None:

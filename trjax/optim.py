@@ -25,6 +25,11 @@ def _squares(tree: Any) -> list[jax.Array]:
     return [(leaf * leaf).sum() for leaf in jax.tree.leaves(tree)]
 
 
+def _norms(updates: Any, params: Any, sum_shards: Sum) -> jax.Array:
+    """Returns the length of every leaf of both trees, shape (2, leaves)."""
+    return jnp.sqrt(sum_shards(jnp.stack(_squares(updates) + _squares(params))).reshape(2, -1))
+
+
 def clip_by_global_norm(longest: float, sum_shards: Sum = _whole) -> optax.GradientTransformation:
     """Shortens gradients to `longest`, the length of all of them taken as one vector, if they are longer."""
 
@@ -51,9 +56,7 @@ def scale_by_lars(
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        gradient_norms, param_norms = jnp.sqrt(
-            sum_shards(jnp.stack(_squares(updates) + _squares(params))).reshape(2, -1)
-        )
+        gradient_norms, param_norms = _norms(updates, params, sum_shards)
         both = (gradient_norms > 0) & (param_norms > 0)
         rates = jnp.where(both, trust * param_norms / (gradient_norms + weight_decay * param_norms), 1.0)
         leaves, structure = jax.tree.flatten(updates)
@@ -64,6 +67,26 @@ def scale_by_lars(
             )
         ]
         return jax.tree.unflatten(structure, scaled), state
+
+    return optax.GradientTransformation(lambda _params: optax.EmptyState(), update)
+
+
+def scale_by_trust_ratio(mask: Any, sum_shards: Sum = _whole) -> optax.GradientTransformation:
+    """Makes every layer's update as long as its parameters: LAMB, behind Adam and the decay.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020.
+
+    Args:
+        mask: tree of bools; updates of parameters with False stay as they are.
+        sum_shards: adds up squares where a device has a part of each parameter only.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        update_norms, param_norms = _norms(updates, params, sum_shards)
+        both = (update_norms > 0) & (param_norms > 0)
+        ratios = jnp.where(both & jnp.stack(jax.tree.leaves(mask)), param_norms / update_norms, 1.0)
+        leaves, structure = jax.tree.flatten(updates)
+        return jax.tree.unflatten(structure, [ratio * leaf for ratio, leaf in zip(ratios, leaves, strict=True)]), state
 
     return optax.GradientTransformation(lambda _params: optax.EmptyState(), update)
 
@@ -86,6 +109,9 @@ def make_optimizer(optim: OptimConfig, params_shape: Any, sum_shards: Sum = _who
     clip = [clip_by_global_norm(optim.clip_norm, sum_shards)] if optim.clip_norm else []
     if optim.kind == "adamw":
         return optax.chain(*clip, optax.scale_by_adam(optim.momentum, optim.beta2), decay)
+    if optim.kind == "lamb":
+        adam = optax.scale_by_adam(optim.momentum, optim.beta2, eps=1e-6)  # the paper's
+        return optax.chain(*clip, adam, decay, scale_by_trust_ratio(mask, sum_shards))
     if optim.kind == "lars":
         return optax.chain(*clip, scale_by_lars(optim.trust, optim.weight_decay, mask, sum_shards), momentum)
     return optax.chain(*clip, decay, momentum) if optim.decay == "l2" else optax.chain(*clip, momentum, decay)
@@ -107,8 +133,10 @@ def make_learning_rates(optim: OptimConfig, epochs: int, steps_per_epoch: int, g
     >>> make_learning_rates(OptimConfig(learning_rate=1.0, schedule="linear", warmup_epochs=1), 3, 2, 1)
     array([0.5 , 1.  , 1.  , 0.75, 0.5 , 0.25], dtype=float32)
     """
-    peak = optim.learning_rate * (global_batch / optim.scale_from_batch if optim.scale_from_batch else 1.0)
-    num_steps, warmup = epochs * steps_per_epoch, round(optim.warmup_epochs * steps_per_epoch)
+    times = global_batch / optim.scale_from_batch if optim.scale_from_batch else 1.0
+    peak = optim.learning_rate * (times if optim.scale_rule == "linear" else times**0.5)
+    num_steps = epochs * steps_per_epoch
+    warmup = optim.warmup_steps or round(optim.warmup_epochs * steps_per_epoch)
     rest = max(num_steps - warmup, 1)
     if optim.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, rest)

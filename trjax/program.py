@@ -108,6 +108,9 @@ def make_chain(config: Config, spec: DataSpec) -> Chain:
         stem=None if model.stem == "default" else model.stem,
         dtype=config.precision,
         reduce_moments=collectives.sum_moments if config.bn == "sync" else None,
+        blur_pool=model.blur_pool,
+        drop_path=model.drop_path,
+        dropout=model.dropout,
     )
 
 
@@ -182,6 +185,11 @@ def _check_size(config: Config, mesh: Mesh, params: Any, spec: DataSpec, num_ste
             f"epochs={config.epochs} with global_batch={config.global_batch}: {num_steps:,} steps are more than "
             f"{_MAX_STEPS:,}; use fewer epochs or a larger batch"
         )
+    if config.optim.warmup_steps > num_steps:
+        raise ValueError(
+            f"optim.warmup_steps={config.optim.warmup_steps} with {num_steps:,} steps in all: the warm-up must end "
+            "within the run; use fewer, or more epochs"
+        )
     if mesh.devices.flat[0].platform == "cpu":
         own = len(mesh.local_devices)
         elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
@@ -207,9 +215,12 @@ def make_program(
 
     Raises:
         ValueError: the global batch is not divisible by the number of devices, `freeze` names no parameter, the
-            optimizer cannot update shards, or the run is too long or too large.
+            optimizer cannot update shards, a device's examples do not mix in pairs, or the run is too long or too
+            large.
     """
-    split_batch(config.global_batch, mesh.size, config.accumulate)
+    part = split_batch(config.global_batch, mesh.size, config.accumulate)
+    if config.data.mixes and part % 2:
+        raise ValueError(f"data.mixup or data.cutmix with {part} examples a device: must be even, to mix them in pairs")
     spec, shapes, reducer = describe(config.data), shape_run(config, chain), make_reducer(config)
     steps_per_epoch = count_batches(spec.train_examples, config.global_batch, config.last_batch)
     _check_size(config, mesh, shapes.params, spec, config.epochs * steps_per_epoch)
@@ -217,11 +228,14 @@ def make_program(
     plan = plan_run(config, shapes, machine, conv_order)
     whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer, reducer.sharded)
     select = partial(select_leaves, names=plan.trained)
-    init = partial(init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select)
+    init = partial(
+        init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select, config.optim.ema_decay > 0
+    )
     forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
-    recipe, augment = _make_recipe(config, reducer, shapes.chain, plan), make_augment(config.data, spec, config.seed)
+    recipe = _make_recipe(config, reducer, shapes.chain, plan)
+    augment = make_augment(config.data, spec, config.seed, config.optim.label_smoothing)
     accumulate, reduce_totals = make_evaluation(
-        shapes.chain, partial(normalise, spec=spec), mesh, forms.formats,
+        shapes.chain, partial(normalise, spec=spec), mesh, forms.formats, config.data.flip_test,
         probe_options(mesh, config.deterministic).accepted,
     )  # fmt: skip
 
@@ -237,7 +251,7 @@ def make_program(
         init=forms.init,
         train_step=make_train_step(
             recipe, optimizer, augment, mesh, forms.specs, forms.formats, seed=config.seed,
-            steps_per_epoch=steps_per_epoch, written_out=reducer.written_out,
+            steps_per_epoch=steps_per_epoch, ema_decay=config.optim.ema_decay, written_out=reducer.written_out,
             options=_step_options(config, reducer, plan, mesh),
         ),
         accumulate=accumulate,

@@ -10,12 +10,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+Split = Literal["train", "test", "ema"]
 _START = b'{"split": "'
 _CUT_OFF = re.compile(re.escape(_START) + rb"[ -|~]{0,999}")
 """A line that `append_metrics` had begun to write: printable, and no closing brace."""
@@ -26,7 +27,7 @@ class Record:
     """One line of `metrics.jsonl`.
 
     Attributes:
-        split: `train` or `test`.
+        split: `train`, `test`, or `ema`: the test examples, with the running mean of the parameters.
         epoch: from 1; the epoch that the step belongs to.
         step: updates done.
         loss: mean cross-entropy of the examples.
@@ -40,7 +41,7 @@ class Record:
         seconds: since the process began to train.
     """
 
-    split: Literal["train", "test"]
+    split: Split
     epoch: int
     step: int
     loss: float
@@ -53,7 +54,7 @@ class Record:
     seconds: float
 
 
-def make_record(split: Literal["train", "test"], results: np.ndarray, **rest: Any) -> Record:
+def make_record(split: Split, results: np.ndarray, **rest: Any) -> Record:
     """Returns the record of summed scores, shape (4,).
 
     >>> make_record("test", np.array([5.0, 8, 10, 10]), skipped=0, epoch=1, step=2, learning_rate=0.1,
@@ -94,7 +95,7 @@ def _step_of(line: bytes) -> int | None:
         record = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or record.get("split") not in ("train", "test"):
+    if not isinstance(record, dict) or record.get("split") not in get_args(Split):
         return None
     step = record.get("step")
     return step if type(step) is int else None

@@ -18,8 +18,9 @@ from trjax.checkpoint import Checkpoints, decode
 from trjax.config import Config
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch
+from trjax.data.mixing import Inputs
 from trjax.data.sources import describe, load
-from trjax.keys import stream_key
+from trjax.keys import example_keys, stream_key
 from trjax.loop import BAD_STEP
 from trjax.mesh import make_mesh, start_platform
 from trjax.plan import name_leaves
@@ -47,12 +48,12 @@ def _bad(tree: Mapping[str, Any], what: str) -> str:
     return f"{what} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
 
 
-def _forward(module: nn.Module, stats: Any, mask: jax.Array, key: jax.Array, params: Any, x: jax.Array) -> Any:
-    return apply_segment(module, params, stats, x, train=True, mask=mask, key=key)
+def _forward(module: nn.Module, stats: Any, mask: jax.Array, keys: jax.Array, params: Any, x: jax.Array) -> Any:
+    return apply_segment(module, params, stats, x, train=True, mask=mask, keys=keys)
 
 
 def find_first(
-    chain: Chain, params: Any, batch_stats: Any, images: jax.Array, block: Batch, key: jax.Array, global_batch: int
+    chain: Chain, params: Any, batch_stats: Any, inputs: Inputs, block: Batch, key: jax.Array, global_batch: int
 ) -> str:
     """Returns what is the first in the forward or backward of a block not to be finite; empty if everything is.
 
@@ -60,24 +61,24 @@ def find_first(
         chain: the model, with BatchNorm over the block.
         params: `{segment: tree}`.
         batch_stats: likewise.
-        images: the network's input.
+        inputs: the network's input, and the targets.
         block: its labels and mask.
         key: for dropout and the like.
         global_batch: by which the loss is divided.
     """
     pullbacks: dict[str, Any] = {}
-    x, where = images, "the images"
+    x, where = inputs.images, "the images"
     try:
         with jax.debug_nans(True):  # names the operation, too
             for index, (segment, module) in enumerate(chain.items()):
                 where = f"forward of {segment}"
-                segment_key = jax.random.fold_in(key, index)
-                forward = partial(_forward, module, batch_stats[segment], block.mask, segment_key)
+                keys = example_keys(jax.random.fold_in(key, index), block.indices)
+                forward = partial(_forward, module, batch_stats[segment], block.mask, keys)
                 x, pullbacks[segment], stats = jax.vjp(forward, params[segment], x, has_aux=True)
                 if bad := _bad({segment: {"output": x}}, "") or _bad({segment: stats}, "statistics"):
                     return f"{where}: {bad.strip()}"
             where = "the loss"
-            loss, pull_loss = jax.vjp(lambda logits: score(logits, block.labels, block.mask)[0], x)
+            loss, pull_loss = jax.vjp(lambda logits: score(logits, block.labels, block.mask, inputs.targets)[0], x)
             if not np.isfinite(loss):
                 return f"{where}: {loss}"
             (cotangent,) = pull_loss(jnp.float32(1 / global_batch))
@@ -129,15 +130,14 @@ def replay(config: Config) -> list[Finding]:
     indices[: len(bad["indices"])] = bad["indices"]
     mask = (np.arange(config.global_batch) < len(bad["indices"])).astype(np.float32)
     batch = Batch(*source.read(indices), mask, indices)
-    augment, findings = make_augment(config.data, spec, config.seed), []
+    augment, findings = make_augment(config.data, spec, config.seed, config.optim.label_smoothing), []
+    key = jax.random.fold_in(stream_key(config.seed, "dropout"), bad["step"])
     for part in range(config.accumulate * devices):
         size = config.global_batch // (config.accumulate * devices)
         block = Batch(*(leaf[part * size : (part + 1) * size] for leaf in batch))
         micro, device = divmod(part, devices)
-        key = jax.random.fold_in(jax.random.fold_in(stream_key(config.seed, "dropout"), bad["step"]), device)
-        key = jax.random.fold_in(key, micro) if config.accumulate > 1 else key
-        images = augment(block, jnp.int32(bad["epoch"]))
-        where = find_first(chain, state.params, state.batch_stats, images, block, key, config.global_batch)
+        inputs = augment(block, jnp.int32(bad["epoch"]))
+        where = find_first(chain, state.params, state.batch_stats, inputs, block, key, config.global_batch)
         findings.append(Finding(micro, device, where))
     return findings
 

@@ -1,7 +1,8 @@
 """ResNets as chains of segments: a stem, one segment per residual block, a head.
 
 Sources: He et al., "Deep Residual Learning for Image Recognition", 2016 (both families); Goyal et al.,
-"Accurate, Large Minibatch SGD", 2017 (stride on the 3x3 convolution, zero-initialised last scale).
+"Accurate, Large Minibatch SGD", 2017 (stride on the 3x3 convolution, zero-initialised last scale); Huang et al.,
+"Deep Networks with Stochastic Depth", 2016.
 """
 
 from collections.abc import Callable
@@ -14,11 +15,25 @@ import jax
 import jax.numpy as jnp
 
 from trjax.batchnorm import BatchNorm
+from trjax.keys import keep_or_drop
 
 Stem = Literal["imagenet", "cifar"]
 Reduce = Callable[[jax.Array], jax.Array] | None
 
 _conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+
+
+def blur(x: jax.Array) -> jax.Array:
+    """Returns `x` under a binomial filter of 3x3, edges repeated: what is then strided does not alias.
+
+    Source: Zhang, "Making Convolutional Networks Shift-Invariant Again", 2019.
+    """
+    for axis in (1, 2):
+        size = x.shape[axis]
+        padded = jnp.pad(x, [(int(dim == axis),) * 2 for dim in range(4)], mode="edge")
+        before, middle, after = (jax.lax.slice_in_dim(padded, at, at + size, axis=axis) for at in range(3))
+        x = 0.25 * before + 0.5 * middle + 0.25 * after
+    return x
 
 
 class ConvNorm(nn.Module):
@@ -50,17 +65,34 @@ class StemSegment(nn.Module):
     dtype: jnp.dtype = jnp.dtype("float32")
     reduce_moments: Reduce = None
 
+    blur: bool = False
+
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array, keys: jax.Array) -> jax.Array:
         """Maps images of any number of channels to `features` channels."""
         kernel, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
         layer = ConvNorm(self.features, kernel, stride, self.dtype, self.reduce_moments, name="layer")
         y = nn.relu(layer(x.astype(self.dtype), train=train, mask=mask))
-        return nn.max_pool(y, (3, 3), (2, 2), ((1, 1), (1, 1))) if self.stem == "imagenet" else y
+        if self.stem == "cifar":
+            return y
+        if self.blur:
+            return blur(nn.max_pool(y, (3, 3), (1, 1), ((1, 1), (1, 1))))[:, ::2, ::2]
+        return nn.max_pool(y, (3, 3), (2, 2), ((1, 1), (1, 1)))
 
 
 class Block(nn.Module):
-    """A residual block: two 3x3 convolutions, or 1x1, 3x3 and 1x1 at four times the width (bottleneck)."""
+    """A residual block: two 3x3 convolutions, or 1x1, 3x3 and 1x1 at four times the width (bottleneck).
+
+    Attributes:
+        width: channels inside.
+        stride: of its first 3x3 convolution, and of the projection.
+        bottleneck: the second form.
+        projection: where shapes differ, a convolution and no zeros.
+        dtype: to compute in.
+        reduce_moments: see `BatchNorm`.
+        drop_path: rate at which examples skip the convolutions in training.
+        blur: what is strided is blurred before.
+    """
 
     width: int
     stride: int
@@ -68,9 +100,11 @@ class Block(nn.Module):
     projection: bool
     dtype: jnp.dtype = jnp.dtype("float32")
     reduce_moments: Reduce = None
+    drop_path: float = 0.0
+    blur: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array, keys: jax.Array) -> jax.Array:
         """Adds the block's change to its input, projected (or padded with zeros) where the shapes differ."""
         layer = partial(ConvNorm, dtype=self.dtype, reduce_moments=self.reduce_moments)
         features = 4 * self.width if self.bottleneck else self.width
@@ -80,11 +114,15 @@ class Block(nn.Module):
         y = x
         for index, (width, kernel, stride) in enumerate(sizes, start=1):
             last = index == len(sizes)
+            y = blur(y) if self.blur and stride > 1 else y
             y = layer(width, kernel, stride, zero_scale=last, name=f"layer{index}")(y, train=train, mask=mask)
             y = y if last else nn.relu(y)
         if x.shape != y.shape:
             shortcut = layer(features, 1, self.stride, name="shortcut") if self.projection else None
+            x = blur(x) if self.blur and self.stride > 1 else x
             x = shortcut(x, train=train, mask=mask) if shortcut else _pad_shortcut(x, features, self.stride)
+        if train and self.drop_path:
+            y = keep_or_drop(keys, self.drop_path, y, dims=0)
         return nn.relu(x + y)
 
 
@@ -98,11 +136,14 @@ class Head(nn.Module):
     """Global average pooling and the classifier; logits are float32."""
 
     num_classes: int
+    dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array, keys: jax.Array) -> jax.Array:
         """Returns logits, shape (examples, classes)."""
         pooled = x.astype(jnp.float32).mean((1, 2))
+        if train and self.dropout:
+            pooled = keep_or_drop(keys, self.dropout, pooled, dims=1)
         return nn.Dense(self.num_classes, kernel_init=nn.initializers.normal(0.01), name="fc")(pooled)
 
 
@@ -135,6 +176,9 @@ def make_resnet(
     stem: Stem | None = None,
     dtype: str = "float32",
     reduce_moments: Reduce = None,
+    blur_pool: bool = False,
+    drop_path: float = 0.0,
+    dropout: float = 0.0,
 ) -> dict[str, nn.Module]:
     """Returns the chain of a ResNet.
 
@@ -145,6 +189,9 @@ def make_resnet(
         stem: `imagenet` or `cifar`. Default: the family's.
         dtype: type to compute in; parameters and statistics stay float32.
         reduce_moments: see `BatchNorm`.
+        blur_pool: blur before every stride but the first convolution's.
+        drop_path: rate at which the last block is skipped by examples; in proportion to its depth for another.
+        dropout: rate of the pooled features.
 
     >>> list(make_resnet("resnet8", num_classes=10))
     ['stem', 'stage1_block1', 'stage2_block1', 'stage3_block1', 'head']
@@ -154,11 +201,12 @@ def make_resnet(
     shape = ARCHITECTURES[arch]
     width = width or shape.width
     compute = jnp.dtype(dtype)
-    chain: dict[str, nn.Module] = {"stem": StemSegment(width, stem or shape.stem, compute, reduce_moments)}
+    chain: dict[str, nn.Module] = {"stem": StemSegment(width, stem or shape.stem, compute, reduce_moments, blur_pool)}
     for stage, num_blocks in enumerate(shape.blocks):
         for block in range(num_blocks):
             stride = 2 if stage > 0 and block == 0 else 1
             chain[f"stage{stage + 1}_block{block + 1}"] = Block(
-                width * 2**stage, stride, shape.bottleneck, shape.projection, compute, reduce_moments
-            )
-    return chain | {"head": Head(num_classes)}
+                width * 2**stage, stride, shape.bottleneck, shape.projection, compute, reduce_moments,
+                drop_path * len(chain) / sum(shape.blocks), blur_pool,
+            )  # fmt: skip
+    return chain | {"head": Head(num_classes, dropout)}

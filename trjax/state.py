@@ -22,6 +22,8 @@ class TrainState:
         batch_stats: `{segment: tree}`, float32.
         opt_state: of the optax transformation.
         step: int32, batches seen so far; with the global batch it is the data position.
+        ema: running mean of the parameters and the statistics, `{"params": ..., "batch_stats": ...}`; `{}` if none is
+            kept.
         skipped: int32, those of them that changed nothing else, because their gradients were not finite.
     """
 
@@ -30,6 +32,7 @@ class TrainState:
     opt_state: Any
     step: jax.Array
     skipped: jax.Array
+    ema: Any
 
 
 def init_state(
@@ -38,6 +41,7 @@ def init_state(
     image_shape: tuple[int, ...],
     seed: int,
     select: Callable[[Any], Any] = lambda params: params,
+    keep_ema: bool = False,
 ) -> TrainState:
     """Returns the initial state: a function of the seed alone.
 
@@ -47,7 +51,9 @@ def init_state(
         image_shape: of one example.
         seed: of the parameters.
         select: leaves out the parameters that are frozen.
+        keep_ema: keep a running mean too.
     """
     params, batch_stats = init_chain(chain, stream_key(seed, "init"), image_shape)
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(params, batch_stats, optimizer.init(select(params)), zero, zero)
+    ema = {"params": params, "batch_stats": batch_stats} if keep_ema else {}
+    return TrainState(params, batch_stats, optimizer.init(select(params)), zero, zero, ema)

@@ -38,12 +38,27 @@ def _update(
     return restore_leaves(name_leaves(state.params) | name_leaves(params), state.params), batch_stats, opt_state
 
 
-def _advance(state: TrainState, finite: jax.Array, updated: tuple[Any, Any, Any]) -> TrainState:
+def _average(state: TrainState, params: Any, batch_stats: Any, decay: float) -> Any:
+    """Returns the running mean with the new values in it; the first updates count for more, or it would lag behind.
+
+    Source of the ramp: the moving averages of TensorFlow.
+    """
+    if not state.ema:
+        return state.ema
+    updates = (state.step - state.skipped).astype(jnp.float32)
+    share = jnp.minimum(decay, (1 + updates) / (10 + updates))
+    new = {"params": params, "batch_stats": batch_stats}
+    return jax.tree.map(lambda old, new: share * old + (1 - share) * new, state.ema, new)
+
+
+def _advance(state: TrainState, finite: jax.Array, updated: tuple[Any, Any, Any], ema_decay: float) -> TrainState:
     """Returns the state behind a batch: updated, or as it was but for the data position if the sums are not finite."""
-    before = (state.params, state.batch_stats, state.opt_state)
-    kept: Any = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, before)
-    params, batch_stats, opt_state = kept
-    return TrainState(params, batch_stats, opt_state, state.step + 1, state.skipped + jnp.where(finite, 0, 1))
+    params, batch_stats, _ = updated
+    before = (state.params, state.batch_stats, state.opt_state, state.ema)
+    after = (*updated, _average(state, params, batch_stats, ema_decay))
+    kept: Any = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    params, batch_stats, opt_state, ema = kept
+    return TrainState(params, batch_stats, opt_state, state.step + 1, state.skipped + jnp.where(finite, 0, 1), ema)
 
 
 def make_train_step(
@@ -56,6 +71,7 @@ def make_train_step(
     *,
     seed: int,
     steps_per_epoch: int,
+    ema_decay: float = 0.0,
     written_out: bool = False,
     options: Options | None = None,
 ) -> Any:
@@ -69,12 +85,13 @@ def make_train_step(
     Args:
         recipe: how gradients come about; its plan in the physical order of `formats`.
         optimizer: for a learning rate of one.
-        augment: maps a block and the epoch to the network's input.
+        augment: maps a block and the epoch to the network's input and the targets.
         mesh: the devices; those of a topology description need not be there to compile.
         specs: how the state is spread, `StateForms.specs`.
         formats: where it lies, `StateForms.formats`.
         seed: for dropout and the like.
         steps_per_epoch: batches after which the epoch changes.
+        ema_decay: of the running mean, if the state has one.
         written_out: the sums are the same on all devices, but `shard_map` cannot see it.
         options: to compile with; None leaves the compiler its own.
     """
@@ -83,7 +100,6 @@ def make_train_step(
         state: TrainState, block: Batch, learning_rates: jax.Array, votes: jax.Array
     ) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(stream_key(seed, "dropout"), state.step)
-        key = jax.random.fold_in(key, collectives.device_index())
         epoch, learning_rate = state.step // steps_per_epoch, learning_rates[state.step - state.skipped]
         reduced, finite = reduce_gradients(
             recipe, state.params, state.batch_stats, block, lambda micro: augment(micro, epoch), key, votes[0]
@@ -92,7 +108,7 @@ def make_train_step(
             updated, results, finite = update_shards(state, reduced, recipe.plan, optimizer, learning_rate)
         else:
             updated, results = _update(state, reduced, recipe.plan, optimizer, learning_rate), reduced["results"]
-        return _advance(state, finite, updated), jnp.append(results, jnp.where(finite, 0.0, 1.0))
+        return _advance(state, finite, updated, ema_decay), jnp.append(results, jnp.where(finite, 0.0, 1.0))
 
     whole, batch_spec = placement(mesh, REPLICATED), train_split(recipe.micro_batches)
     return jax.jit(
@@ -116,7 +132,12 @@ def train_split(micro_batches: int) -> PartitionSpec:
 
 
 def make_evaluation(
-    chain: Chain, preprocess: Callable[[jax.Array], jax.Array], mesh: Mesh, formats: Any, options: Options | None = None
+    chain: Chain,
+    preprocess: Callable[[jax.Array], jax.Array],
+    mesh: Mesh,
+    formats: Any,
+    flip: bool = False,
+    options: Options | None = None,
 ) -> Any:
     """Returns the two programs of an evaluation: `accumulate` and `reduce_totals`.
 
@@ -130,12 +151,16 @@ def make_evaluation(
         preprocess: maps uint8 images to the network's input.
         mesh: the devices.
         formats: of the state, `StateForms.formats`.
+        flip: score the mean of an image's logits and its mirror image's.
         options: to compile with.
     """
 
     def accumulate(totals: jax.Array, params: Any, batch_stats: Any, block: Batch) -> jax.Array:
         folded, rest = fold_batchnorm(params, batch_stats)
-        logits = evaluate_chain(chain, folded, rest, preprocess(jnp.asarray(block.images)))
+        images = preprocess(jnp.asarray(block.images))
+        logits = evaluate_chain(chain, folded, rest, images)
+        if flip:
+            logits = (logits + evaluate_chain(chain, folded, rest, images[:, :, ::-1])) / 2
         return totals + score(logits, block.labels, block.mask)[1][None]
 
     def reduce_totals(totals: jax.Array) -> jax.Array:

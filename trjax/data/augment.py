@@ -7,11 +7,12 @@ import jax.numpy as jnp
 
 from trjax.config import DataConfig
 from trjax.data.batches import Batch
+from trjax.data.mixing import Inputs, mix, smooth_labels
 from trjax.data.sources import DataSpec
-from trjax.keys import stream_key
+from trjax.keys import Stream, example_keys, stream_key
 
-Preprocess = Callable[[Batch, jax.Array], jax.Array]
-"""Maps a block and the epoch (int32 scalar) to float32 images."""
+Preprocess = Callable[[Batch, jax.Array], Inputs]
+"""Maps a block and the epoch (int32 scalar) to what the network gets and is to say."""
 
 
 def normalise(images: jax.Array, spec: DataSpec) -> jax.Array:
@@ -26,10 +27,17 @@ def _crop(key: jax.Array, image: jax.Array, padding: int) -> jax.Array:
     return jax.lax.dynamic_slice(padded, (*corner, 0), image.shape)
 
 
-def make_augment(data: DataConfig, spec: DataSpec, seed: int) -> Preprocess:
-    """Returns the training preprocessing: random crop with zero padding, random flip, normalisation.
+def make_augment(data: DataConfig, spec: DataSpec, seed: int, smoothing: float = 0.0) -> Preprocess:
+    """Returns the training preprocessing: random crop with zero padding, random flip, normalisation, mixing.
 
-    What happens to an example is a function of (seed, epoch, its index): the same on any device, in any batch.
+    What happens to an example is a function of (seed, epoch, its index): the same on any device, in any batch. What it
+    is mixed with is its neighbour in the batch.
+
+    Args:
+        data: the options.
+        spec: of the source.
+        seed: of the run.
+        smoothing: of the labels.
 
     Raises:
         ValueError: the padding is as large as the images, so that a crop could show nothing of them.
@@ -48,12 +56,19 @@ def make_augment(data: DataConfig, spec: DataSpec, seed: int) -> Preprocess:
             image = jnp.where(jax.random.bernoulli(flip_key), image[:, ::-1], image)
         return image
 
-    def augment(block: Batch, epoch: jax.Array) -> jax.Array:
+    def keys_of(stream: Stream, block: Batch, epoch: jax.Array) -> jax.Array:
+        return example_keys(jax.random.fold_in(stream_key(seed, stream), epoch), block.indices)
+
+    def augment(block: Batch, epoch: jax.Array) -> Inputs:
         images = jnp.asarray(block.images)
         if data.crop_padding or data.flip:
-            epoch_key = jax.random.fold_in(stream_key(seed, "augment"), epoch)
-            keys = jax.vmap(lambda index: jax.random.fold_in(epoch_key, index))(block.indices)
-            images = jax.vmap(vary_example)(keys, images)
-        return normalise(images, spec)
+            images = jax.vmap(vary_example)(keys_of("augment", block, epoch), images)
+        images = normalise(images, spec)
+        if not (smoothing or data.mixes):
+            return Inputs(images)
+        targets = smooth_labels(block.labels, spec.num_classes, smoothing)
+        if not data.mixes:
+            return Inputs(images, targets)
+        return mix(keys_of("mix", block, epoch), images, targets, block, data)
 
     return augment

@@ -1,0 +1,84 @@
+"""What an example is mixed with, and the targets that follow: label smoothing, mixup, CutMix.
+
+Sources: Szegedy et al., "Rethinking the Inception Architecture", 2016 (smoothing); Zhang et al., "mixup: Beyond
+Empirical Risk Minimization", 2018; Yun et al., "CutMix", 2019.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trjax.data.batches import Batch
+from trjax.sections import DataConfig
+
+
+class Inputs(NamedTuple):
+    """What the network gets of a block, and what it is to say.
+
+    Attributes:
+        images: float32, shape (examples, height, width, channels).
+        targets: probabilities, float32, shape (examples, classes); None: those of the labels.
+    """
+
+    images: Any
+    targets: Any = None
+
+
+def smooth_labels(labels: jax.Array, num_classes: int, smoothing: float) -> jax.Array:
+    """Returns targets, shape (examples, classes), with `smoothing` of each spread evenly over all classes.
+
+    >>> smooth_labels(jnp.array([1]), 4, 0.2).tolist()
+    [[0.05000000074505806, 0.8500000238418579, 0.05000000074505806, 0.05000000074505806]]
+    """
+    return (1 - smoothing) * jax.nn.one_hot(labels, num_classes) + smoothing / num_classes
+
+
+def swap_neighbours(leaf: jax.Array) -> jax.Array:
+    """Returns examples 1, 0, 3, 2 and so on: pairs that lie on one device at every world size, where parts are even.
+
+    >>> swap_neighbours(jnp.arange(6)).tolist()
+    [1, 0, 3, 2, 5, 4]
+    """
+    return leaf.reshape(-1, 2, *leaf.shape[1:])[:, ::-1].reshape(leaf.shape)
+
+
+def _draw_box(key: jax.Array, share: jax.Array, height: int, width: int) -> jax.Array:
+    """Returns 0 inside of a box with `1 - share` of the area, anywhere, cut off at the edges, and 1 around it."""
+    side, corner = jnp.sqrt(1 - share), jax.random.uniform(key, (2,))
+    y, x = (jnp.abs(jnp.arange(size) + 0.5 - size * at) < size * side / 2
+            for size, at in zip((height, width), corner, strict=True))  # fmt: skip
+    return 1.0 - (y[:, None] & x[None, :])
+
+
+def _draw_share(key: jax.Array, data: DataConfig, height: int, width: int) -> jax.Array:
+    """Returns how much of each pixel an example keeps of itself, shape (height, width)."""
+    which, share, where = jax.random.split(key, 3)
+    blend = box = jnp.ones((height, width))
+    if data.mixup:
+        blend = jnp.full((height, width), jax.random.beta(share, data.mixup, data.mixup))
+    if data.cutmix:
+        box = _draw_box(where, jax.random.beta(share, data.cutmix, data.cutmix), height, width)
+    return jnp.where(jax.random.bernoulli(which) if data.mixup and data.cutmix else bool(data.mixup), blend, box)
+
+
+def mix(keys: jax.Array, images: jax.Array, targets: jax.Array, block: Batch, data: DataConfig) -> Inputs:
+    """Mixes every example with its neighbour, its targets by the share of the pixels that it keeps.
+
+    Of mixup and CutMix, if both are asked for, each example draws one. One beside padding stays as it is.
+
+    Args:
+        keys: one for each example.
+        images: float32, shape (examples, height, width, channels); their number is even.
+        targets: float32, shape (examples, classes).
+        block: theirs.
+        data: the options.
+    """
+    height, width = images.shape[1:3]
+    shares = jax.vmap(lambda key: _draw_share(key, data, height, width))(keys)
+    shares = jnp.where(swap_neighbours(block.mask)[:, None, None] > 0, shares, 1.0)
+    pixels, share = shares[..., None], shares.mean((1, 2))[:, None]
+    return Inputs(
+        pixels * images + (1 - pixels) * swap_neighbours(images),
+        share * targets + (1 - share) * swap_neighbours(targets),
+    )
