@@ -3,6 +3,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import attempt
 from hypothesis import example, given, settings
@@ -66,6 +67,8 @@ def test_norms_and_biases_decay_only_if_asked(everything: bool, expected: list[f
         ),
         ({"schedule": "step", "milestones": (3.0,), "warmup_epochs": 1.0}, [0.2, 0.4, 0.4, 0.4, 0.4, 0.4, 0.04, 0.04]),
         ({"schedule": "constant", "scale_from_batch": 256}, [0.8] * 8),
+        ({"schedule": "constant", "scale_from_batch": 128, "scale_rule": "sqrt"}, [0.8] * 8),
+        ({"schedule": "linear", "warmup_steps": 4}, [0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1]),
         ({"schedule": "step", "milestones": (1.0, 1.1)}, [0.4, 0.4, 0.004, 0.004, 0.004, 0.004, 0.004, 0.004]),
     ],
 )
@@ -99,3 +102,24 @@ def test_rates_that_are_accepted_are_numbers(
         assert np.isfinite(rates).all()
         assert rates.min() >= 0
         assert rates.max() > 0
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_lamb_is_the_one_of_optax_where_it_applies(everything: bool) -> None:
+    random = np.random.default_rng(0)
+    draw = lambda: {  # noqa: E731
+        "kernel": jnp.asarray(random.normal(size=(3, 4)), jnp.float32),
+        "bias": jnp.asarray(random.normal(size=4), jnp.float32),
+    }
+    params, gradients = draw(), [draw() for _ in range(3)]
+    options: Any = {"momentum": 0.8, "beta2": 0.9, "weight_decay": 0.1, "decay_norm_and_bias": everything}
+    ours = make_optimizer(OptimConfig(kind="lamb", **options), params)
+    theirs = optax.lamb(1.0, 0.8, 0.9, weight_decay=0.1, mask=None if everything else {"kernel": True, "bias": False})
+    adam = optax.scale_by_adam(0.8, 0.9, eps=1e-6)
+    states = [optimizer.init(params) for optimizer in (ours, theirs, adam)]
+    for gradient in gradients:
+        found, states[0] = ours.update(gradient, states[0], params)
+        expected, states[1] = theirs.update(gradient, states[1], params)
+        plain, states[2] = adam.update(gradient, states[2], params)
+        np.testing.assert_allclose(found["kernel"], -expected["kernel"], rtol=1e-5)
+        np.testing.assert_allclose(found["bias"], -expected["bias"] if everything else plain["bias"], rtol=1e-5)

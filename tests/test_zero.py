@@ -22,9 +22,10 @@ from trjax.program import Program, lower_step, make_program
 from trjax.zero import check_elementwise
 
 OPTIMIZERS = {
-    "sgd": OptimConfig(learning_rate=0.1, weight_decay=0.1),
+    "sgd": OptimConfig(learning_rate=0.1, weight_decay=0.1, ema_decay=0.9),
     "adamw": OptimConfig(kind="adamw", weight_decay=0.1),
     "lars": OptimConfig(kind="lars", weight_decay=0.1, trust=0.1, clip_norm=0.5),
+    "lamb": OptimConfig(kind="lamb", weight_decay=0.1),
 }
 EXACT = 2e-6
 """Of three updates, relative to the largest parameter: sums in another order."""
@@ -34,7 +35,7 @@ EXACT = 2e-6
 def program(reducer: Any, kind: str, num_devices: int) -> Program:
     config = tiny_config(reducer=reducer, optim=OPTIMIZERS[kind])
     # Adam makes a full step of a gradient that is rounding alone, that of a bias before a normalisation.
-    chain = dense_chain("none" if kind == "adamw" else "sync")
+    chain = dense_chain("none" if kind in ("adamw", "lamb") else "sync")
     return make_program(config, make_mesh(f"0-{num_devices - 1}"), chain)
 
 
@@ -48,7 +49,7 @@ def run(made: Program, state: Any, num_steps: int = 3) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "num_devices"),
-    [("sgd", 1), ("sgd", 8), pytest.param("adamw", 3, marks=pytest.mark.fast), ("lars", 3), ("lars", 8)],
+    [("sgd", 1), ("sgd", 8), pytest.param("adamw", 3, marks=pytest.mark.fast), ("lars", 3), ("lars", 8), ("lamb", 3)],
 )
 def test_sharded_updates_equal_whole_ones(kind: str, num_devices: int) -> None:
     sharded, whole = program("zero1", kind, num_devices), program("two_group", kind, num_devices)

@@ -1,0 +1,128 @@
+"""Whole steps of whole recipes: the same at every world size, and their running means."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers import DATA, one_block_chain, spread, tiny_config
+
+from trjax.chain import Chain, evaluate_chain
+from trjax.collectives import sum_moments
+from trjax.config import Config, ModelConfig, OptimConfig
+from trjax.data.augment import normalise
+from trjax.data.batches import eval_batches, train_batches
+from trjax.data.sources import describe, load
+from trjax.mesh import make_mesh
+from trjax.program import make_program
+from trjax.resnet import make_resnet
+from trjax.step import init_totals
+from trjax.train import train
+
+EVERYTHING = tiny_config(
+    data=replace(DATA, mixup=0.3, cutmix=1.0, flip=True, crop_padding=1),
+    optim=OptimConfig(learning_rate=0.05, label_smoothing=0.1, ema_decay=0.9),
+    model=ModelConfig(width=4, drop_path=0.5, dropout=0.2, blur_pool=True),
+    bn="sync",
+)
+
+
+def chain_of(config: Config) -> Chain:
+    """One block where the configured ResNet has three."""
+    model = config.model
+    whole = make_resnet(
+        "resnet8", num_classes=10, width=4, reduce_moments=sum_moments,
+        blur_pool=model.blur_pool, drop_path=model.drop_path, dropout=model.dropout,
+    )  # fmt: skip
+    return {"stem": whole["stem"], "block": whole["stage2_block1"], "head": whole["head"]}
+
+
+def steps(config: Config, num_devices: int, num_steps: int = 3) -> tuple[list[Any], list[np.ndarray]]:
+    """The states before and behind each step, on the host, and their outcomes."""
+    program = make_program(config, make_mesh(f"0-{num_devices - 1}"), chain_of(config))
+    state, outcomes = program.init(), []
+    state = replace(state, params=jax.device_put(spread(state.params), program.forms.formats.params))
+    states = [jax.tree.map(np.asarray, state)]
+    rates = np.full(program.num_steps, 0.05, np.float32)
+    for batch in train_batches(load(config.data)[0], config.global_batch, 0, 0, num_steps):
+        state, outcome = program.train_step(state, program.place_train(batch), rates, program.votes(False))
+        states.append(jax.tree.map(np.asarray, state))
+        outcomes.append(np.asarray(outcome))
+    return states, outcomes
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_recipe_of_everything_is_the_same_at_every_world_size(accumulate: int) -> None:
+    """Every draw is an example's own. Micro-batches normalise by themselves: another function, alike at each size."""
+    config = replace(EVERYTHING, accumulate=accumulate)
+    (one, alone), *others = [steps(config, num_devices) for num_devices in (1, 2, 4)]
+    for states, outcomes in others:
+        np.testing.assert_allclose(outcomes, alone, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), states[-1], one[-1])
+    (_, plain) = steps(replace(config, model=replace(config.model, drop_path=0.0)), 1)
+    assert abs(plain[-1][0] - alone[-1][0]) > 1e-3  # something is dropped
+
+
+def test_the_running_mean_equals_its_recurrence() -> None:
+    """0.9, but (1 + n) / (10 + n) behind the first n updates; of the parameters and the statistics."""
+    states, _ = steps(EVERYTHING, 2, 4)
+    mean: Any = states[0].ema
+    for updates, state in enumerate(states[1:]):
+        share = min(0.9, (1 + updates) / (10 + updates))
+        new = {"params": state.params, "batch_stats": state.batch_stats}
+        mean = jax.tree.map(lambda old, new, share=share: share * old + (1 - share) * new, mean, new)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.ema, mean)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), states[-1].ema["params"], states[-1].params)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+
+def test_a_step_that_is_not_finite_leaves_the_running_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(optim=OptimConfig(ema_decay=0.9))
+    program = make_program(config, make_mesh("0-1"), one_block_chain())
+    state = program.init()
+    before = jax.tree.map(np.asarray, state.ema)
+    params = jax.tree.map(lambda leaf: leaf * np.inf, state.params)
+    (batch,) = train_batches(load(config.data)[0], 24, 0, 0, 1)
+    state = replace(state, params=jax.device_put(params, program.forms.formats.params))
+    rates = np.full(program.num_steps, 0.05, np.float32)
+    state, outcome = program.train_step(state, program.place_train(batch), rates, program.votes(False))
+    assert outcome[-1] == 1
+    jax.tree.map(np.testing.assert_array_equal, state.ema, before)
+
+
+def test_the_running_mean_is_evaluated_saved_and_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trjax.program.make_chain", lambda config, spec: chain_of(config))
+    train(replace(EVERYTHING, workdir="whole", devices="0-1"))
+    records = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines()]
+    assert [record["split"] for record in records] == ["train", "test", "ema"] * 2
+    assert all(record["examples"] == DATA.test_examples for record in records if record["split"] != "train")
+    assert records[-1]["loss"] != records[-2]["loss"]
+
+
+def test_mirror_images_are_evaluated_with_their_mean() -> None:
+    config = tiny_config(data=replace(DATA, flip_test=True))
+    program = make_program(config, make_mesh("0-1"), one_block_chain())
+    state, source = program.init(), load(config.data)[1]
+    params, batch_stats = spread(state.params), spread(state.batch_stats, 1)
+    totals, expected = init_totals(program.mesh), np.zeros(2)
+    for batch in eval_batches(source, config.global_batch):
+        totals = program.accumulate(totals, params, batch_stats, program.place(batch))
+        images = normalise(batch.images, describe(config.data))
+        both = [
+            evaluate_chain(program.recipe.chain, params, batch_stats, view) for view in (images, images[:, :, ::-1])
+        ]
+        logits = np.asarray((both[0] + both[1]) / 2, np.float64)[batch.mask > 0]
+        labels = np.asarray(batch.labels)[batch.mask > 0]
+        losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]
+        expected += [losses.sum(), (logits.argmax(1) == labels).sum()]
+    found = np.asarray(program.reduce_totals(totals))
+    np.testing.assert_allclose(found[:2], expected, rtol=1e-5)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused() -> None:
+    config = tiny_config(optim=OptimConfig(warmup_steps=11))
+    with pytest.raises(ValueError, match="optim.warmup_steps=11 with 10 steps in all"):
+        make_program(config, make_mesh("0"), one_block_chain())
