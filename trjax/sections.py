@@ -63,6 +63,8 @@ class DataConfig:
     """Random crop after padding every side with this many zero pixels."""
     flip: bool = False
     """Mirror half of the training images, left to right."""
+    trivial_augment: bool = False
+    """Do one operation of TrivialAugment, at one strength, to each training image."""
     flip_test: bool = False
     """Evaluate the mean of each test image's logits and those of its mirror image."""
     mixup: float = 0.0

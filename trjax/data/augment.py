@@ -9,6 +9,7 @@ from trjax.config import DataConfig
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs, mix, smooth_labels
 from trjax.data.sources import DataSpec
+from trjax.data.trivial import apply_operation, draw_operation
 from trjax.keys import Stream, example_keys, stream_key
 
 Preprocess = Callable[[Batch, jax.Array], Inputs]
@@ -28,7 +29,7 @@ def _crop(key: jax.Array, image: jax.Array, padding: int) -> jax.Array:
 
 
 def make_augment(data: DataConfig, spec: DataSpec, seed: int, smoothing: float = 0.0) -> Preprocess:
-    """Returns the training preprocessing: random crop with zero padding, random flip, normalisation, mixing.
+    """Returns the training preprocessing: random crop with zero padding, random flip, one operation more, mixing.
 
     What happens to an example is a function of (seed, epoch, its index): the same on any device, in any batch. What it
     is mixed with is its neighbour in the batch.
@@ -49,11 +50,13 @@ def make_augment(data: DataConfig, spec: DataSpec, seed: int, smoothing: float =
         )
 
     def vary_example(key: jax.Array, image: jax.Array) -> jax.Array:
-        crop_key, flip_key = jax.random.split(key)
+        crop_key, flip_key, operation_key = *jax.random.split(key), jax.random.fold_in(key, 2)
         if data.crop_padding:
             image = _crop(crop_key, image, data.crop_padding)
         if data.flip:
             image = jnp.where(jax.random.bernoulli(flip_key), image[:, ::-1], image)
+        if data.trivial_augment:
+            image = apply_operation(draw_operation(operation_key), image)
         return image
 
     def keys_of(stream: Stream, block: Batch, epoch: jax.Array) -> jax.Array:
@@ -61,7 +64,7 @@ def make_augment(data: DataConfig, spec: DataSpec, seed: int, smoothing: float =
 
     def augment(block: Batch, epoch: jax.Array) -> Inputs:
         images = jnp.asarray(block.images)
-        if data.crop_padding or data.flip:
+        if data.crop_padding or data.flip or data.trivial_augment:
             images = jax.vmap(vary_example)(keys_of("augment", block, epoch), images)
         images = normalise(images, spec)
         if not (smoothing or data.mixes):
