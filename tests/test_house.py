@@ -129,7 +129,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     declared = {re.split(r"[\[<>=;]", name)[0] for name in wanted}
     own = {"trjax", "helpers", "", *(path.stem for path in (ROOT / "experiments").glob("*.py"))}
-    names = {"sklearn": "scikit-learn", "tomli_w": "tomli-w"}
+    names = {"sklearn": "scikit-learn", "tomli_w": "tomli-w", "PIL": "pillow"}
     for path in [*FILES, *(ROOT / "tests").glob("*.py"), *(ROOT / "experiments").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -90,9 +90,9 @@ def test_even_images_and_other_channels_are_no_trouble(name: str) -> None:
 
 def test_operations_and_strengths_are_drawn_evenly() -> None:
     drawn = jax.vmap(draw_operation)(jax.random.split(jax.random.key(0), 20_000))
-    counts = np.bincount(np.asarray(drawn.index), minlength=len(OPERATIONS))
+    counts = np.bincount(np.asarray(drawn.which), minlength=len(OPERATIONS))
     assert np.abs(counts / 20_000 * len(OPERATIONS) - 1).max() < 0.1
-    signed = (np.asarray(drawn.index) >= 1) & (np.asarray(drawn.index) < 10)
+    signed = (np.asarray(drawn.which) >= 1) & (np.asarray(drawn.which) < 10)
     steps = np.asarray(drawn.strength) * (STRENGTHS - 1)
     np.testing.assert_allclose(steps, steps.round(), atol=1e-4)
     assert (steps[~signed] >= 0).all()

@@ -27,20 +27,20 @@ class Operation(NamedTuple):
     """What is done to an image.
 
     Attributes:
-        index: in `OPERATIONS`, int32.
+        which: its place in `OPERATIONS`, int32.
         strength: in [-1, 1], negative only where the operation has two directions.
     """
 
-    index: jax.Array
+    which: jax.Array
     strength: jax.Array
 
     def at(self, name: str) -> jax.Array:
         """Returns the strength if this is the operation, else 0."""
-        return jnp.where(self.index == OPERATIONS.index(name), self.strength, 0.0)
+        return jnp.where(self.which == OPERATIONS.index(name), self.strength, 0.0)
 
     def any_of(self, *names: str) -> jax.Array:
         """Returns whether this is one of the operations."""
-        return jnp.isin(self.index, jnp.array([OPERATIONS.index(name) for name in names]))
+        return jnp.isin(self.which, jnp.array([OPERATIONS.index(name) for name in names]))
 
 
 def draw_operation(key: jax.Array) -> Operation:
@@ -106,9 +106,8 @@ def _look_up(operation: Operation, values: jax.Array) -> jax.Array:
     table = jnp.arange(256)
     bits = 8 - jnp.round(6 * operation.at("posterize")).astype(jnp.int32)
     kept = (table >> (8 - bits)) << (8 - bits)  # all of them unless it is drawn
-    inverted = jnp.where(
-        operation.any_of("solarize") & (table >= 255 * (1 - operation.at("solarize"))), 255 - kept, kept
-    )
+    bright = operation.any_of("solarize") & (table >= 255 * (1 - operation.at("solarize")))
+    inverted = jnp.where(bright, 255 - kept, kept)
     low, high = values.min(), values.max()
     stretched = jnp.floor((table - low) * (255 / jnp.maximum(high - low, 1))).astype(jnp.int32).clip(0, 255)
     table = jnp.where(operation.any_of("autocontrast") & (high > low), stretched, inverted)
