@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, write_rows
 
+from trjax.compilation import compile_program
 from trjax.config import Config
 from trjax.data.batches import count_batches, eval_batches, train_batches
 from trjax.data.sources import load
@@ -26,7 +27,7 @@ from trjax.mesh import make_mesh, start_platform
 from trjax.operations import list_operations
 from trjax.optim import make_learning_rates
 from trjax.presets import preset_config
-from trjax.program import Program, compile_program, make_program
+from trjax.program import Program, make_program
 from trjax.state import TrainState
 from trjax.step import init_totals
 

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 
 from trjax.audit import Audit, audit
 from trjax.buffers import group_of
+from trjax.compilation import lower_step
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config, ModelConfig
 from trjax.cost import LAUNCH_SECONDS
@@ -34,7 +35,7 @@ from trjax.mesh import make_mesh, start_platform
 from trjax.options import probe_options
 from trjax.planning import expect, machine_of
 from trjax.presets import preset_config
-from trjax.program import Program, lower_step, make_program
+from trjax.program import Program, make_program
 from trjax.records import format_table
 
 WARMUP_STEPS = 5  # left out of the times: the first calls fill pools, and make the CUDA graphs

@@ -19,12 +19,13 @@ from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, write_rows
 
 from trjax.checkpoint import About, Checkpoints
+from trjax.compilation import compile_program
 from trjax.config import Config
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh, start_platform
 from trjax.presets import preset_config
-from trjax.program import Program, compile_program, make_program
+from trjax.program import Program, make_program
 
 Way = Literal["none", "beside", "waiting"]
 WAYS: tuple[Way, ...] = ("none", "beside", "waiting")

@@ -31,6 +31,7 @@ from trjax.backward import score
 from trjax.buffers import STATISTICS, group_of
 from trjax.chain import Chain, apply_segment
 from trjax.collectives import vary
+from trjax.compilation import lower_step
 from trjax.compiled import compile_lowered
 from trjax.config import Config
 from trjax.cost import Machine, make_machine, parse_topology
@@ -44,7 +45,7 @@ from trjax.optim import make_optimizer
 from trjax.options import probe_options
 from trjax.planning import expect
 from trjax.presets import preset_config
-from trjax.program import lower_step, make_chain, make_program, shape_run
+from trjax.program import make_chain, make_program, shape_run
 from trjax.state import TrainState
 from trjax.targets import compile_config, find_target
 

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from trjax.audit import Audit, audit
 from trjax.chain import Chain
+from trjax.compilation import lower_step
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
 from trjax.cost import Machine, make_machine, parse_topology
@@ -14,7 +15,7 @@ from trjax.mesh import make_topology_mesh
 from trjax.plan import Plan
 from trjax.planning import expect
 from trjax.presets import preset_config
-from trjax.program import Program, lower_step, make_program
+from trjax.program import Program, make_program
 from trjax.targets import compile_config, find_target
 
 

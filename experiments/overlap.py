@@ -26,6 +26,7 @@ from report import announce, hardware, main, progress, write_rows
 from trjax.audit import Audit
 from trjax.backward import Recipe, reduce_gradients, score
 from trjax.chain import Chain, apply_segment
+from trjax.compilation import lower_step
 from trjax.compiled import Compiled
 from trjax.config import Config, Reducing
 from trjax.data.augment import make_augment
@@ -40,7 +41,7 @@ from trjax.options import probe_options
 from trjax.plan import Plan, select_leaves
 from trjax.planning import plan_run
 from trjax.presets import preset_config
-from trjax.program import Program, lower_step, make_program, shape_run
+from trjax.program import Program, make_program, shape_run
 from trjax.resnet import Block, Head, StemSegment
 from trjax.step import make_train_step
 

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from report import announce, main
 
 from trjax.audit import audit
+from trjax.compilation import lower_step
 from trjax.compiled import compile_lowered
 from trjax.config import Config
 from trjax.data.batches import count_batches, train_batches
@@ -26,7 +27,7 @@ from trjax.mesh import make_mesh, parse_devices, start_platform
 from trjax.optim import make_learning_rates
 from trjax.planning import machine_of
 from trjax.presets import preset_config
-from trjax.program import Program, lower_step, make_program
+from trjax.program import Program, make_program
 from trjax.records import format_table
 from trjax.state import TrainState
 

@@ -18,9 +18,10 @@ from helpers import (
 
 from trjax.chain import init_chain
 from trjax.collectives import sum_moments
+from trjax.compilation import lower_step
 from trjax.compiled import compile_lowered
 from trjax.mesh import make_topology_mesh
-from trjax.program import Program, lower_step, make_program
+from trjax.program import Program, make_program
 from trjax.targets import TARGETS, compile_config
 
 EXACT = 2e-6

@@ -10,6 +10,7 @@ from helpers import one_block_chain, tiny_config
 
 from trjax import collectives, forms
 from trjax.audit import Audit, audit
+from trjax.compilation import lower_step
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
 from trjax.cost import CALL_SECONDS, Link, Machine, Topology
@@ -18,7 +19,7 @@ from trjax.mesh import AXIS, make_topology_mesh
 from trjax.operations import Operation
 from trjax.plan import make_plan
 from trjax.planning import expect, machine_of
-from trjax.program import Program, lower_step, make_program
+from trjax.program import Program, make_program
 from trjax.targets import TARGETS, compile_config
 
 VERDICTS = ("collectives", "others", "blocking", "exposed", "transposes", "copies", "one allocation", "options")

@@ -4,11 +4,12 @@ import jax
 import numpy as np
 from helpers import one_block_chain, tiny_config, tiny_program
 
+from trjax.compilation import lower_step
 from trjax.compiled import Buffer, compile_lowered, count_launches, parse_buffers
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_topology_mesh
-from trjax.program import lower_step, make_program
+from trjax.program import make_program
 from trjax.targets import compile_config, find_target
 
 # jax 0.12 prints the page, and leaves out a value that shares another's place.

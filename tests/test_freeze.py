@@ -10,6 +10,7 @@ import pytest
 from helpers import Dense, dense_chain, noise_block, one_block_chain, reduced_on, tiny_config
 
 from trjax.chain import init_chain
+from trjax.compilation import lower_step
 from trjax.compiled import compile_lowered
 from trjax.cost import make_machine, parse_topology
 from trjax.data.batches import train_batches
@@ -18,7 +19,7 @@ from trjax.mesh import make_mesh
 from trjax.plan import name_leaves
 from trjax.planning import plan_run
 from trjax.presets import preset_config
-from trjax.program import Program, lower_step, make_program, shape_run
+from trjax.program import Program, make_program, shape_run
 from trjax.targets import TARGETS
 
 

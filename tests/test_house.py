@@ -35,6 +35,7 @@ FLOORS = [
     ["backward", "zero", "planning", "buffers"],
     ["step", "forms", "audit", "figures"],
     ["program", "explain_cost"],
+    ["compilation"],
     ["loop", "explain_step"],
     ["replay", "start"],
     ["train", "explain"],

@@ -58,6 +58,7 @@ def test_norms_and_biases_decay_only_if_asked(everything: bool, expected: list[f
     ("options", "expected"),
     [
         ({"schedule": "constant"}, [0.4] * 8),
+        ({"schedule": "quadratic", "warmup_epochs": 2.0}, [0.1, 0.2, 0.3, 0.4, 0.4, 0.225, 0.1, 0.025]),
         ({"schedule": "linear"}, [0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05]),
         ({"schedule": "cosine"}, [0.2 * (1 + np.cos(np.pi * step / 8)) for step in range(8)]),
         ({"schedule": "step", "milestones": (1.0, 3.0)}, [0.4, 0.4, 0.04, 0.04, 0.04, 0.04, 0.004, 0.004]),
@@ -85,7 +86,7 @@ def test_schedules_worked_by_hand(options: Any, expected: list[float]) -> None:
     st.floats(1e-32, 1e32),
     st.integers(1, 2**31 - 1),
     st.integers(0, 2**31 - 1),
-    st.sampled_from(["cosine", "linear", "constant"]),
+    st.sampled_from(["cosine", "linear", "quadratic", "constant"]),
     st.sampled_from([0.0, 1e-30, 0.3, 10.0]),
 )
 @example(1e30, 2**31 - 1, 1, "constant", 10.0)

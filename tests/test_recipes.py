@@ -1,20 +1,24 @@
 """Whole steps of whole recipes: the same at every world size, and their running means."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import DATA, one_block_chain, spread, tiny_config
+from PIL import Image
 
 from trjax.chain import Chain, evaluate_chain
 from trjax.collectives import sum_moments
-from trjax.config import Config, ModelConfig, OptimConfig
-from trjax.data.augment import normalise
-from trjax.data.batches import eval_batches, train_batches
+from trjax.compilation import lower_step
+from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
+from trjax.data.augment import make_augment, normalise
+from trjax.data.batches import Batch, eval_batches, train_batches
 from trjax.data.sources import describe, load
 from trjax.mesh import make_mesh
 from trjax.program import make_program
@@ -126,3 +130,41 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
     config = tiny_config(optim=OptimConfig(warmup_steps=11))
     with pytest.raises(ValueError, match="optim.warmup_steps=11 with 10 steps in all"):
         make_program(config, make_mesh("0"), one_block_chain())
+
+
+def test_images_grow_and_each_size_compiles_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two epochs of 4x4, one of 6x6, two of 8x8; stopped and resumed, it goes on with the size of its epoch."""
+    monkeypatch.setattr("trjax.program.make_chain", lambda config, spec: chain_of(config))
+    data = replace(EVERYTHING.data, sizes=(4, 6), size_epochs=(2, 3))
+    config = replace(EVERYTHING, data=data, epochs=5, workdir="run", devices="0-1")
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        with caplog.at_level(logging.WARNING, logger="jax"):
+            assert train(config).finished
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = [record for record in caplog.records if "Compiling jit(block_step)" in record.getMessage()]
+    assert len(compiled) == 3
+    program = make_program(config, make_mesh("0-1"), chain_of(config))
+    texts = {size: lower_step(program, size).as_text() for size in (4, 6, 0)}
+    for size, text in texts.items():
+        assert f"x{size or 8}x{size or 8}x4xf32" in text  # behind the stem
+    assert program.plan == make_program(EVERYTHING, make_mesh("0-1"), chain_of(EVERYTHING)).plan
+    assert len(compiled) == 3
+
+
+def test_resized_images_are_those_of_pillow() -> None:
+    """Halved: a triangle filter over four pixels."""
+    config = DataConfig(source="synthetic", image_shape=(8, 8, 3))
+    block = Batch(
+        np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8), np.zeros(2, np.int32),
+        np.ones(2, np.float32), np.arange(2, dtype=np.int32),
+    )  # fmt: skip
+    spec = describe(config)
+    made = np.asarray(make_augment(config, spec, 0, 0.0, 4)(block, jnp.int32(0)).images)
+    pixels = (made * np.array(spec.std) + np.array(spec.mean)) * 255
+    for image, halved in zip(block.images, pixels, strict=True):
+        expected = np.asarray(Image.fromarray(image).resize((4, 4), Image.Resampling.BILINEAR)).astype(float)
+        assert np.abs(halved - expected).max() < 1

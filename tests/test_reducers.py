@@ -25,6 +25,7 @@ from helpers import (
 from trjax.audit import audit
 from trjax.buckets import at_launches
 from trjax.chain import init_chain
+from trjax.compilation import lower_step
 from trjax.compiled import compile_lowered
 from trjax.config import Config, OptimConfig, Reducing
 from trjax.cost import Topology
@@ -32,7 +33,7 @@ from trjax.mesh import make_topology_mesh
 from trjax.packing import join_shards
 from trjax.plan import make_plan
 from trjax.planning import expect, machine_of
-from trjax.program import lower_step, make_program
+from trjax.program import make_program
 from trjax.reducers import make_reducer
 from trjax.targets import TARGETS, compile_config
 

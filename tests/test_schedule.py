@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from trjax.audit import Audit, audit
+from trjax.compilation import lower_step
 from trjax.compiled import compile_lowered
 from trjax.config import ModelConfig
 from trjax.cost import make_machine, parse_topology
@@ -17,7 +18,7 @@ from trjax.mesh import make_topology_mesh
 from trjax.options import probe_options
 from trjax.planning import expect
 from trjax.presets import preset_config
-from trjax.program import lower_step, make_program
+from trjax.program import make_program
 from trjax.targets import compile_config, find_target
 
 IMAGES_PER_GPU = 256

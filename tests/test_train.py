@@ -24,12 +24,13 @@ from safetensors.numpy import load_file
 from trjax import train as train_module
 from trjax.checkpoint import About, Checkpoints, decode
 from trjax.collectives import sum_moments
+from trjax.compilation import compile_program
 from trjax.config import Config, DataConfig, OptimConfig
 from trjax.data import sources
 from trjax.data.batches import epoch_order
 from trjax.loop import BadNumbersError
 from trjax.mesh import make_mesh
-from trjax.program import compile_program, make_program
+from trjax.program import make_program
 from trjax.resnet import Head
 from trjax.tables import read_table
 from trjax.train import Summary, format_summary, main, train

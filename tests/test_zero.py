@@ -13,12 +13,13 @@ import pytest
 from helpers import dense_chain, tiny_config
 
 from trjax.checkpoint import About, Checkpoints, decode
+from trjax.compilation import lower_step
 from trjax.compiled import compile_lowered
 from trjax.config import OptimConfig
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh
-from trjax.program import Program, lower_step, make_program
+from trjax.program import Program, make_program
 from trjax.zero import check_elementwise
 
 OPTIMIZERS = {

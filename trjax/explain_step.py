@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from matplotlib.backend_bases import FigureCanvasBase
 
 from trjax.audit import Audit, audit
+from trjax.compilation import lower_step
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
 from trjax.cost import Topology, make_machine, parse_topology
@@ -22,7 +23,7 @@ from trjax.options import nccl_settings, probe_options
 from trjax.plan import Plan
 from trjax.planning import compare_groupings, expect, machine_of
 from trjax.presets import parse_options
-from trjax.program import lower_step, make_program, shape_run
+from trjax.program import make_program, shape_run
 from trjax.records import format_table
 from trjax.targets import CPU, compile_config, find_target
 

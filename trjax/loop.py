@@ -160,12 +160,14 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
         The state, and the step that it is behind.
     """
     config, program, step = run.config, run.program, start_step
+    size = config.data.size_at(start_step // program.steps_per_epoch)
+    train_step = program.resized_steps[size] if size else program.train_step
     votes = {asked: program.votes(asked) for asked in (False, True)}
     rates = place(program.mesh, REPLICATED, run.learning_rates)
     asked = not run.alone and run.interrupted()
     progress.meter.restart()
     for batch in run.batches(start_step, end_step):
-        state, outcome = program.train_step(state, program.place_train(batch), rates, votes[asked])
+        state, outcome = train_step(state, program.place_train(batch), rates, votes[asked])
         step += 1
         progress.read()
         progress.unread = (step, outcome)

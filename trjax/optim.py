@@ -128,7 +128,7 @@ def apply_optimizer(
 def make_learning_rates(optim: OptimConfig, epochs: int, steps_per_epoch: int, global_batch: int) -> np.ndarray:
     """Returns the learning rate of every step of the run, float32, shape (epochs * steps_per_epoch,).
 
-    The warm-up reaches the peak at its last step; cosine and linear reach 0 one step after the last.
+    The warm-up reaches the peak at its last step; cosine, linear and quadratic reach 0 one step after the last.
 
     >>> make_learning_rates(OptimConfig(learning_rate=1.0, schedule="linear", warmup_epochs=1), 3, 2, 1)
     array([0.5 , 1.  , 1.  , 0.75, 0.5 , 0.25], dtype=float32)
@@ -142,6 +142,8 @@ def make_learning_rates(optim: OptimConfig, epochs: int, steps_per_epoch: int, g
         after = optax.cosine_decay_schedule(peak, rest)
     elif optim.schedule == "linear":
         after = optax.linear_schedule(peak, 0.0, rest)
+    elif optim.schedule == "quadratic":
+        after = optax.polynomial_schedule(peak, 0.0, 2, rest)
     elif optim.schedule == "step":
         drops: dict[int, float] = {}
         for epoch in optim.milestones:  # two may fall on the same step

@@ -1,7 +1,8 @@
 """A run's configuration turned into its parts: the one place from which `train` and `explain` take them."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,8 @@ from trjax.zero import check_elementwise
 
 _MAX_STEPS = 10**8
 """Of a run: their learning rates, 0.4 GB, lie on every device."""
-_SMALLER = "use a smaller batch, model or image, fewer devices, or --accumulate"
+SMALLER = "use a smaller batch, model or image, fewer devices, or --accumulate"
+"""What to do where memory is too small."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Program:
         num_steps: of the run.
         init: `() -> TrainState`, jitted.
         train_step: see `step.make_train_step`.
+        resized_steps: the same, by the side to which they resize the training images.
         accumulate: see `step.make_evaluation`.
         reduce_totals: likewise.
     """
@@ -64,6 +67,7 @@ class Program:
     num_steps: int
     init: Any
     train_step: Any
+    resized_steps: Mapping[int, Any]
     accumulate: Any
     reduce_totals: Any
 
@@ -198,7 +202,7 @@ def _check_size(config: Config, mesh: Mesh, params: Any, spec: DataSpec, num_ste
             f"global_batch={config.global_batch} on {own} of the CPU's devices, with {elements:,} parameters on each",
             own * elements * 2 * 4
             + pixels * (1 + 4 / config.accumulate),  # gradients too; pixels as they come, and float32
-            _SMALLER,
+            SMALLER,
         )
 
 
@@ -233,11 +237,18 @@ def make_program(
     )
     forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
     recipe = _make_recipe(config, reducer, shapes.chain, plan)
-    augment = make_augment(config.data, spec, config.seed, config.optim.label_smoothing)
     accumulate, reduce_totals = make_evaluation(
         shapes.chain, partial(normalise, spec=spec), mesh, forms.formats, config.data.flip_test,
         probe_options(mesh, config.deterministic).accepted,
     )  # fmt: skip
+
+    def make_step(size: int) -> Any:
+        return make_train_step(
+            recipe, optimizer, make_augment(config.data, spec, config.seed, config.optim.label_smoothing, size), mesh,
+            forms.specs, forms.formats, seed=config.seed, steps_per_epoch=steps_per_epoch,
+            ema_decay=config.optim.ema_decay, written_out=reducer.written_out,
+            options=_step_options(config, reducer, plan, mesh),
+        )  # fmt: skip
 
     return Program(
         mesh=mesh,
@@ -249,49 +260,8 @@ def make_program(
         steps_per_epoch=steps_per_epoch,
         num_steps=config.epochs * steps_per_epoch,
         init=forms.init,
-        train_step=make_train_step(
-            recipe, optimizer, augment, mesh, forms.specs, forms.formats, seed=config.seed,
-            steps_per_epoch=steps_per_epoch, ema_decay=config.optim.ema_decay, written_out=reducer.written_out,
-            options=_step_options(config, reducer, plan, mesh),
-        ),
+        train_step=make_step(0),
+        resized_steps={size: make_step(size) for size in config.data.sizes},
         accumulate=accumulate,
         reduce_totals=reduce_totals,
-    )  # fmt: skip
-
-
-def lower_step(program: Program) -> Any:
-    """Returns the train step lowered for the program's shapes, ready to compile; no device computes."""
-    rates, votes = (jax.ShapeDtypeStruct((size,), np.float32) for size in (program.num_steps, program.mesh.size))
-    return program.train_step.lower(program.forms.shape, program.batch_shape, rates, votes)
-
-
-def _check_memory(program: Program, step: Any) -> None:
-    """Raises ValueError if a compiled step does not fit; a GPU says so itself."""
-    if program.mesh.devices.flat[0].platform == "cpu":
-        memory, own = step.memory_analysis(), len(program.mesh.local_devices)
-        results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes  # what does not replace an argument
-        batch = math.prod(program.batch_shape.labels.shape)
-        require_memory(
-            f"global_batch={batch} on {own} of the CPU's devices",
-            own * (memory.argument_size_in_bytes + memory.temp_size_in_bytes + results_bytes),
-            _SMALLER,
-        )
-
-
-def compile_program(program: Program) -> Program:
-    """Returns the program with its step and its evaluation compiled, once for the whole run.
-
-    A compiled function refuses any other shape, type or placement: nothing can compile again unnoticed.
-
-    Raises:
-        ValueError: the step does not fit into memory.
-    """
-    state, batch, totals = program.forms.shape, program.eval_batch_shape, program.totals_shape
-    train_step = lower_step(program).compile()
-    _check_memory(program, train_step)
-    return replace(
-        program,
-        train_step=train_step,
-        accumulate=program.accumulate.lower(totals, state.params, state.batch_stats, batch).compile(),
-        reduce_totals=program.reduce_totals.lower(totals).compile(),
     )

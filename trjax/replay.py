@@ -130,7 +130,8 @@ def replay(config: Config) -> list[Finding]:
     indices[: len(bad["indices"])] = bad["indices"]
     mask = (np.arange(config.global_batch) < len(bad["indices"])).astype(np.float32)
     batch = Batch(*source.read(indices), mask, indices)
-    augment, findings = make_augment(config.data, spec, config.seed, config.optim.label_smoothing), []
+    size, findings = config.data.size_at(bad["epoch"]), []
+    augment = make_augment(config.data, spec, config.seed, config.optim.label_smoothing, size)
     key = jax.random.fold_in(stream_key(config.seed, "dropout"), bad["step"])
     for part in range(config.accumulate * devices):
         size = config.global_batch // (config.accumulate * devices)

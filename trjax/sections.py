@@ -65,6 +65,10 @@ class DataConfig:
     """Mirror half of the training images, left to right."""
     trivial_augment: bool = False
     """Do one operation of TrivialAugment, at one strength, to each training image."""
+    sizes: tuple[int, ...] = ()
+    """Sides to which training images are resized, one after the other, before they come in their own."""
+    size_epochs: tuple[int, ...] = ()
+    """Epochs at which each of `sizes` ends."""
     flip_test: bool = False
     """Evaluate the mean of each test image's logits and those of its mirror image."""
     mixup: float = 0.0
@@ -77,6 +81,14 @@ class DataConfig:
         """Whether training images are mixed with each other."""
         return self.mixup > 0 or self.cutmix > 0
 
+    def size_at(self, epoch: int) -> int:
+        """Returns the side of the training images of an epoch, from 0; 0: their own.
+
+        >>> [DataConfig(sizes=(4, 6), size_epochs=(1, 3)).size_at(epoch) for epoch in range(4)]
+        [4, 6, 6, 0]
+        """
+        return next((size for size, end in zip(self.sizes, self.size_epochs, strict=True) if epoch < end), 0)
+
     def __post_init__(self) -> None:
         check_values(self, "data.")
         synthetic_only = (self.num_classes, self.train_examples, self.test_examples)
@@ -87,6 +99,16 @@ class DataConfig:
         )
         for option in ("num_classes", "train_examples", "test_examples", "crop_padding"):
             require(getattr(self, option) >= 0, f"data.{option}={getattr(self, option)}", "must not be negative")
+        require(
+            len(self.sizes) == len(self.size_epochs) and all(0 < size <= 4096 for size in self.sizes),
+            f"data.sizes={self.sizes} with data.size_epochs={self.size_epochs}",
+            "each size, from 1 to 4096, needs the epoch at which it ends",
+        )
+        require(
+            list(self.size_epochs) == sorted(set(self.size_epochs)) and min(self.size_epochs, default=1) > 0,
+            f"data.size_epochs={self.size_epochs}",
+            "must increase, and be positive",
+        )
         for option in ("mixup", "cutmix"):
             value = getattr(self, option)
             require(value == 0 or 1e-3 <= value <= 1e3, f"data.{option}={value}", "must be from 0.001 to 1000, or 0")
@@ -157,8 +179,8 @@ class OptimConfig:
     """Multiply the rate by global_batch / this, or as `scale_rule` has it; 0 means off."""
     scale_rule: Literal["linear", "sqrt"] = "linear"
     """How the rate grows with the batch: linear for SGD, sqrt (of the ratio) for the likes of Adam."""
-    schedule: Literal["cosine", "step", "linear", "constant"] = "cosine"
-    """Shape after the warm-up; cosine and linear end at 0."""
+    schedule: Literal["cosine", "step", "linear", "quadratic", "constant"] = "cosine"
+    """Shape after the warm-up; cosine, linear and quadratic end at 0."""
     warmup_epochs: float = 0.0
     """Linear warm-up from near 0."""
     warmup_steps: int = 0

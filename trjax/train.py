@@ -13,6 +13,7 @@ import optax
 import tyro
 
 from trjax.chain import Chain
+from trjax.compilation import compile_program
 from trjax.config import Config
 from trjax.interrupts import STOPPED, catch_interrupts
 from trjax.loop import BadNumbersError, Run, run_loop
@@ -20,7 +21,6 @@ from trjax.optim import make_learning_rates
 from trjax.options import probe_options
 from trjax.presets import parse_options
 from trjax.processes import Processes, announce_failure, exchange, join_processes, leave, process_index
-from trjax.program import compile_program
 from trjax.records import Display, open_display
 from trjax.replay import format_findings, replay
 from trjax.start import Start, start_run
@@ -67,7 +67,7 @@ def _train(config: Config, start: Start, display: Display, interrupted: Callable
     display.say("compiling ...")
     rates = make_learning_rates(config.optim, config.epochs, program.steps_per_epoch, config.global_batch)
     process, alone = process_index(), jax.process_count() == 1
-    compiled = compile_program(program)
+    compiled = compile_program(program, config.data.size_at(start.step // program.steps_per_epoch))
     exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
     with watch(config.watchdog_seconds, process, start.workdir / f"watchdog{process}.log") as fed:
         run = Run(

@@ -28,8 +28,8 @@ def _crop(key: jax.Array, image: jax.Array, padding: int) -> jax.Array:
     return jax.lax.dynamic_slice(padded, (*corner, 0), image.shape)
 
 
-def make_augment(data: DataConfig, spec: DataSpec, seed: int, smoothing: float = 0.0) -> Preprocess:
-    """Returns the training preprocessing: random crop with zero padding, random flip, one operation more, mixing.
+def make_augment(data: DataConfig, spec: DataSpec, seed: int, smoothing: float = 0.0, size: int = 0) -> Preprocess:
+    """Returns the training preprocessing: random crop with zero padding, flip, one operation, resizing, mixing.
 
     What happens to an example is a function of (seed, epoch, its index): the same on any device, in any batch. What it
     is mixed with is its neighbour in the batch.
@@ -39,6 +39,7 @@ def make_augment(data: DataConfig, spec: DataSpec, seed: int, smoothing: float =
         spec: of the source.
         seed: of the run.
         smoothing: of the labels.
+        size: side to which images are resized; 0 leaves them as they are.
 
     Raises:
         ValueError: the padding is as large as the images, so that a crop could show nothing of them.
@@ -67,6 +68,8 @@ def make_augment(data: DataConfig, spec: DataSpec, seed: int, smoothing: float =
         if data.crop_padding or data.flip or data.trivial_augment:
             images = jax.vmap(vary_example)(keys_of("augment", block, epoch), images)
         images = normalise(images, spec)
+        if size:
+            images = jax.image.resize(images, (len(images), size, size, images.shape[-1]), "linear")
         if not (smoothing or data.mixes):
             return Inputs(images)
         targets = smooth_labels(block.labels, spec.num_classes, smoothing)

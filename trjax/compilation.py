@@ -1,0 +1,89 @@
+"""The programs of a run, compiled once: what is needed first at once, the rest while that runs."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from trjax.memory import require_memory
+from trjax.program import SMALLER, Program
+
+
+class Ahead:
+    """Called as the function itself; the first call waits until it is there, and raises what its making raised."""
+
+    def __init__(self, make: Callable[[], Any], maker: ThreadPoolExecutor) -> None:
+        """Starts to make it, behind what the maker was given before.
+
+        Args:
+            make: returns the function.
+            maker: a thread for it.
+        """
+        self._made = maker.submit(make)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls it."""
+        return self._made.result()(*arguments)
+
+
+def lower_step(program: Program, size: int = 0) -> Any:
+    """Returns the train step lowered for the program's shapes, ready to compile; no device computes.
+
+    Args:
+        program: whose step.
+        size: that of images resized to this side; 0: as they are.
+    """
+    step = program.resized_steps[size] if size else program.train_step
+    rates, votes = (jax.ShapeDtypeStruct((size,), np.float32) for size in (program.num_steps, program.mesh.size))
+    return step.lower(program.forms.shape, program.batch_shape, rates, votes)
+
+
+def _check_memory(program: Program, step: Any) -> None:
+    """Raises ValueError if a compiled step does not fit; a GPU says so itself."""
+    if program.mesh.devices.flat[0].platform == "cpu":
+        memory, own = step.memory_analysis(), len(program.mesh.local_devices)
+        results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes  # what does not replace an argument
+        batch = math.prod(program.batch_shape.labels.shape)
+        require_memory(
+            f"global_batch={batch} on {own} of the CPU's devices",
+            own * (memory.argument_size_in_bytes + memory.temp_size_in_bytes + results_bytes),
+            SMALLER,
+        )
+
+
+def compile_program(program: Program, first: int = 0) -> Program:
+    """Returns the program with its steps and its evaluation compiled, once for the whole run.
+
+    A compiled function refuses any other shape, type or placement: nothing can compile again unnoticed.
+
+    Args:
+        program: to compile.
+        first: side of the resized images with which the run begins; the steps for others are compiled while it runs.
+
+    Raises:
+        ValueError: the first step does not fit into memory.
+    """
+    state, batch, totals = program.forms.shape, program.eval_batch_shape, program.totals_shape
+
+    def compile_step(size: int) -> Any:
+        step = lower_step(program, size).compile()
+        _check_memory(program, step)
+        return step
+
+    steps = {first: compile_step(first)}
+    maker = ThreadPoolExecutor(1, "compile")
+    for size in (*program.resized_steps, 0):
+        if size not in steps:
+            steps[size] = Ahead(partial(compile_step, size), maker)
+    return replace(
+        program,
+        train_step=steps.pop(0),
+        resized_steps=steps,
+        accumulate=program.accumulate.lower(totals, state.params, state.batch_stats, batch).compile(),
+        reduce_totals=program.reduce_totals.lower(totals).compile(),
+    )
