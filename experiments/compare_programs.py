@@ -95,7 +95,7 @@ def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["
         learning_rate = learning_rates[state.step]
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, jax.tree.map(lambda leaf: -learning_rate * leaf, updates))
-        return TrainState(params, batch_stats, opt_state, state.step + 1, state.skipped, state.ema)
+        return TrainState(params, batch_stats, opt_state, state.step + 1, state.skipped, state.ema, state.loss_scale)
 
     def with_pmean(state: TrainState, block: Batch, rates: jax.Array, _votes: jax.Array) -> Any:
         varying = replace(state, batch_stats=vary(state.batch_stats))

@@ -22,7 +22,7 @@ def state_of(step: int) -> TrainState:
     value = jnp.array([step, -0.0, jnp.nan], jnp.float32)
     params = {"a": {"kernel": jnp.full((3, 5), step, jnp.float32)}, "b": {"bias": value}}
     trace = jax.tree.map(lambda leaf: -leaf, params)
-    return TrainState(params, {"a": {"mean": value[:1]}}, (trace, ()), jnp.int32(step), jnp.int32(1), {})
+    return TrainState(params, {"a": {"mean": value[:1]}}, (trace, ()), jnp.int32(step), jnp.int32(1), {}, {})
 
 
 def about(step: int, top1: float | None = None) -> About:
@@ -163,7 +163,7 @@ def test_a_full_disk_is_an_error_and_harms_nothing(tmp_path: Path, monkeypatch: 
 def test_another_model_is_told_by_what_differs() -> None:
     shapes = jax.eval_shape(lambda: state_of(0))
     other = encode(
-        TrainState({"a": {"kernel": jnp.zeros((3, 4))}, "c": {}}, {}, (), jnp.int32(0), jnp.int32(0), {}), about(0)
+        TrainState({"a": {"kernel": jnp.zeros((3, 4))}, "c": {}}, {}, (), jnp.int32(0), jnp.int32(0), {}, {}), about(0)
     )
     message = (
         r"it is of another model or optimizer: .batch_stats\['a'\]\['mean'\] is missing; "

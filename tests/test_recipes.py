@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import DATA, one_block_chain, spread, tiny_config
 from PIL import Image
+from safetensors.numpy import load_file
 
 from trjax.chain import Chain, evaluate_chain
 from trjax.collectives import sum_moments
@@ -21,8 +22,10 @@ from trjax.data.augment import make_augment, normalise
 from trjax.data.batches import Batch, eval_batches, train_batches
 from trjax.data.sources import describe, load
 from trjax.mesh import make_mesh
+from trjax.presets import preset_config
 from trjax.program import make_program
 from trjax.resnet import make_resnet
+from trjax.state import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, next_loss_scale
 from trjax.step import init_totals
 from trjax.train import train
 
@@ -168,3 +171,58 @@ def test_resized_images_are_those_of_pillow() -> None:
     for image, halved in zip(block.images, pixels, strict=True):
         expected = np.asarray(Image.fromarray(image).resize((4, 4), Image.Resampling.BILINEAR)).astype(float)
         assert np.abs(halved - expected).max() < 1
+
+
+def test_float16_trains_as_float32_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digits for three epochs: the same losses to a few per cent, and parameters and statistics in float32."""
+    base = replace(preset_config("digits"), epochs=3, devices="0-1", global_batch=96, log_every=1000)
+    base = replace(base, optim=replace(base.optim, warmup_epochs=1.0), model=replace(base.model, width=8))
+    losses = {}
+    for precision in ("float32", "float16"):
+        assert train(replace(base, precision=precision, workdir=precision)).finished
+        records = [json.loads(line) for line in Path(precision, "metrics.jsonl").read_text().splitlines()]
+        losses[precision] = [record["loss"] for record in records]
+        assert all(record["skipped"] == 0 for record in records)
+    np.testing.assert_allclose(losses["float16"], losses["float32"], rtol=0.03)
+    (saved, *_) = [load_file(path) for path in Path("float16/checkpoints").glob("*.safetensors")]
+    assert {leaf.dtype for leaf in saved.values()} == {np.dtype("float32"), np.dtype("int32")}
+    assert saved[".loss_scale['scale']"] == FIRST_SCALE
+
+
+def test_the_loss_scale_falls_with_an_overflow_and_grows_with_good_steps() -> None:
+    scale: Any = {"scale": jnp.float32(8.0), "good_steps": jnp.int32(GROWTH_STEPS - 2)}
+    path = []
+    for finite in (True, True, True, False, False, False, False, False, False):
+        scale = next_loss_scale(scale, jnp.bool_(finite))
+        path.append((float(scale["scale"]), int(scale["good_steps"])))
+    assert path == [(8, GROWTH_STEPS - 1), (16, 0), (16, 1), (8, 0), (4, 0), (2, 0), (1, 0), (1, 0), (1, 0)]
+    large: Any = {"scale": jnp.float32(LARGEST_SCALE), "good_steps": jnp.int32(GROWTH_STEPS)}
+    assert next_loss_scale(large, jnp.bool_(True))["scale"] == LARGEST_SCALE
+
+
+@pytest.mark.parametrize("reducer", ["two_group", "zero1"])
+def test_a_scaled_loss_changes_no_update_and_an_overflow_only_the_scale(reducer: Any) -> None:
+    """At any scale that fits, the parameters move alike; one that does not is halved, and nothing moves."""
+    config = tiny_config(precision="float16", reducer=reducer)
+    program = make_program(config, make_mesh("0-1"), one_block_chain(sum_moments, "float16"))
+    (batch,) = train_batches(load(config.data)[0], 24, 0, 0, 1)
+    rates, found = np.full(program.num_steps, 0.05, np.float32), {}
+    for factor in (2.0**4, 2.0**10, 2.0**24 * 2.0**14):
+        state = program.init()
+        state = replace(state, loss_scale={**state.loss_scale, "scale": jax.device_put(
+            np.float32(factor), program.forms.formats.loss_scale["scale"])})  # fmt: skip
+        before = jax.tree.map(np.asarray, state.params)
+        state, outcome = program.train_step(state, program.place_train(batch), rates, program.votes(False))
+        moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
+        found[factor] = (moved, float(outcome[-1]), float(state.loss_scale["scale"]) / factor)
+    (small, *kept), (large, *also), (none, *halved) = found.values()
+    assert (kept, also, halved) == ([0, 1], [0, 1], [1, 0.5])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), small, large)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(large)) > 1e-3
+    assert not any(leaf.any() for leaf in jax.tree.leaves(none))
+
+
+def test_only_float32_asks_for_all_digits_of_a_product() -> None:
+    for precision, asked in (("float32", True), ("tf32", False), ("bfloat16", False)):
+        text = lower_step(make_program(tiny_config(precision=precision), make_mesh("0"))).as_text()
+        assert ("precision_config = [#stablehlo<precision HIGHEST>" in text) == asked

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from trjax import collectives
@@ -86,7 +87,7 @@ def _forward(
 
 def _differentiate(
     recipe: Recipe, params: Any, batch_stats: Any, inputs: Inputs, block: Batch, key: jax.Array,
-    complete: Callable[[Group, Leaves], None], vote: jax.Array | float = 0.0,
+    loss_scale: jax.Array | float, complete: Callable[[Group, Leaves], None], vote: jax.Array | float = 0.0,
 ) -> Any:  # fmt: skip
     """Runs forward and backward, and calls `complete` with every group as soon as its tensors are there.
 
@@ -117,7 +118,7 @@ def _differentiate(
     measure = partial(score, labels=block.labels, mask=block.mask, targets=inputs.targets)
     _, pull_loss, scores = jax.vjp(measure, x, has_aux=True)
     leaves = name_leaves(next_stats) | {"results": jnp.append(scores, vote)}
-    (cotangent,) = pull_loss(collectives.vary(jnp.float32(1 / recipe.global_batch)))
+    (cotangent,) = pull_loss(collectives.vary(jnp.asarray(np.float32(1 / recipe.global_batch) * loss_scale)))
     for segment in reversed(pullbacks):
         gradients, cotangent = pullbacks[segment](cotangent)
         leaves |= gradients
@@ -128,7 +129,13 @@ def _differentiate(
 
 
 def _accumulate(
-    recipe: Recipe, params: Any, batch_stats: Any, blocks: Batch, prepare: Prepare, key: jax.Array
+    recipe: Recipe,
+    params: Any,
+    batch_stats: Any,
+    blocks: Batch,
+    prepare: Prepare,
+    key: jax.Array,
+    loss_scale: jax.Array | float,
 ) -> tuple[dict[str, jax.Array], Any]:
     """Runs all micro-batches but the last, one after the other, and adds up their gradients and results.
 
@@ -144,7 +151,7 @@ def _accumulate(
             none = {region.name: jnp.zeros(region.shape) for region in group.regions if region.kind in STATISTICS}
             sums[group.name] += flatten(group, {**leaves, **none}, dtype="float32")
 
-        stats = _differentiate(recipe, params, stats, prepare(block), block, key, add)
+        stats = _differentiate(recipe, params, stats, prepare(block), block, key, loss_scale, add)
         return (sums, stats), None
 
     zeros = {group.name: collectives.vary(jnp.zeros(group.size_elements)) for group in recipe.plan.groups}
@@ -187,6 +194,7 @@ def reduce_gradients(
     prepare: Prepare,
     key: jax.Array,
     vote: jax.Array | float = 0.0,
+    loss_scale: jax.Array | float = 1.0,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Runs forward and backward on this device's block and sums every group over the devices.
 
@@ -207,6 +215,7 @@ def reduce_gradients(
         prepare: maps a block of examples to the network's input.
         key: for dropout and the like, the same on all devices; each example's index is folded into it.
         vote: 1 if this device asks to stop, float32, shape ().
+        loss_scale: factor of all gradients, so that small ones do not vanish in float16; float32, shape ().
 
     Returns:
         Every region's tensor by name, bitwise the same on all devices: `results` is the sum over the devices,
@@ -218,7 +227,7 @@ def reduce_gradients(
     carried: dict[str, jax.Array] = {}
     if recipe.micro_batches > 1:
         first, block = (jax.tree.map(lambda leaf, part=part: leaf[part], block) for part in (slice(-1), -1))
-        carried, batch_stats = _accumulate(recipe, params, batch_stats, first, prepare, key)
+        carried, batch_stats = _accumulate(recipe, params, batch_stats, first, prepare, key, loss_scale)
         # The last one starts behind the others: a loop of one turn is inlined, and both would be in memory at once.
         block = jax.lax.optimization_barrier((carried, block))[1]
     share = examples / recipe.global_batch
@@ -236,6 +245,6 @@ def reduce_gradients(
         with jax.named_scope(f"all_reduce_{group.name}"):  # by which a reader of the program knows it
             previous = sums[group.name] = recipe.launch(buffer, previous)
 
-    _differentiate(recipe, params, batch_stats, prepare(block), block, key, launch, vote)
+    _differentiate(recipe, params, batch_stats, prepare(block), block, key, loss_scale, launch, vote)
     finite = _check(sums)
     return _scaled(recipe, sums), finite

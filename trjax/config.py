@@ -80,8 +80,9 @@ class Config:
     """NAME=VALUE pairs for NCCL's environment (NCCL_ALGO=Ring), set before it starts and kept with the run."""
     link_gbytes: float = 0.0
     """GB/s that the slowest link between the GPUs reaches, for auto and for predictions; 0: the data sheet's."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Type to compute in; parameters, statistics and reductions stay float32."""
+    precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"
+    """Type to compute in; parameters, statistics and reductions stay float32. Tf32 is float32 with fewer digits in
+    convolutions, on GPUs; with float16 the loss is scaled, by as much as gradients allow."""
     deterministic: bool = False
     """On GPUs: only kernels and AllReduces that give the same bits in every run, at some cost; the CPU always does."""
     save_every: int = 0

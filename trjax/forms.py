@@ -50,7 +50,7 @@ def state_specs(optimizer: optax.GradientTransformation, state: TrainState, shar
     opt_state: Any = REPLICATED
     if sharded:
         opt_state = opt_state_specs(optimizer, state.opt_state, SPLIT, REPLICATED)
-    return TrainState(REPLICATED, REPLICATED, opt_state, REPLICATED, REPLICATED, REPLICATED)  # type: ignore[arg-type]
+    return TrainState(REPLICATED, REPLICATED, opt_state, REPLICATED, REPLICATED, REPLICATED, REPLICATED)  # type: ignore[arg-type]
 
 
 def state_formats(mesh: Mesh, state: TrainState, specs: TrainState, conv_order: ConvOrder) -> Any:

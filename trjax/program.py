@@ -110,7 +110,8 @@ def make_chain(config: Config, spec: DataSpec) -> Chain:
         num_classes=spec.num_classes,
         width=model.width or None,
         stem=None if model.stem == "default" else model.stem,
-        dtype=config.precision,
+        dtype="float32" if config.precision == "tf32" else config.precision,
+        exact=config.precision == "float32",
         reduce_moments=collectives.sum_moments if config.bn == "sync" else None,
         blur_pool=model.blur_pool,
         drop_path=model.drop_path,
@@ -177,7 +178,7 @@ def _step_options(config: Config, reducer: Reducer, plan: Plan, mesh: Mesh) -> O
         return None
     options = probe_options(mesh, config.deterministic).accepted
     lone = any(len(group.regions) == 1 and len(group.regions[0].shape) == 4 for group in plan.groups)
-    if not lone or config.precision != "float32":
+    if not lone or config.precision not in ("float32", "tf32"):
         return options
     return {name: value for name, value in options.items() if name != USER_BUFFERS}
 
@@ -233,8 +234,9 @@ def make_program(
     whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer, reducer.sharded)
     select = partial(select_leaves, names=plan.trained)
     init = partial(
-        init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select, config.optim.ema_decay > 0
-    )
+        init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select,
+        config.optim.ema_decay > 0, config.precision == "float16",
+    )  # fmt: skip
     forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
     recipe = _make_recipe(config, reducer, shapes.chain, plan)
     accumulate, reduce_totals = make_evaluation(

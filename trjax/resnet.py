@@ -37,7 +37,17 @@ def blur(x: jax.Array) -> jax.Array:
 
 
 class ConvNorm(nn.Module):
-    """A convolution without bias, padded to keep the size at stride 1, then BatchNorm."""
+    """A convolution without bias, padded to keep the size at stride 1, then BatchNorm.
+
+    Attributes:
+        features: channels of the result.
+        kernel: its side.
+        stride: of the convolution.
+        dtype: to compute in.
+        reduce_moments: see `BatchNorm`.
+        zero_scale: start with a scale of 0.
+        exact: where that is float32, all its digits count in products too; GPUs otherwise take TF32.
+    """
 
     features: int
     kernel: int
@@ -45,13 +55,15 @@ class ConvNorm(nn.Module):
     dtype: jnp.dtype = jnp.dtype("float32")
     reduce_moments: Reduce = None
     zero_scale: bool = False
+    exact: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
         """Returns shape (examples, height / stride, width / stride, features), rounded up."""
         size, pad = (self.kernel, self.kernel), self.kernel // 2
+        precision = jax.lax.Precision.HIGHEST if self.exact and self.dtype == jnp.float32 else None
         conv = nn.Conv(self.features, size, self.stride, pad, use_bias=False, dtype=self.dtype,
-                       kernel_init=_conv_init, name="conv")  # fmt: skip
+                       precision=precision, kernel_init=_conv_init, name="conv")  # fmt: skip
         scale_init = nn.initializers.zeros if self.zero_scale else nn.initializers.ones
         norm = BatchNorm(scale_init=scale_init, reduce_moments=self.reduce_moments, name="norm")
         return norm(conv(x), train=train, mask=mask)
@@ -64,14 +76,14 @@ class StemSegment(nn.Module):
     stem: Stem
     dtype: jnp.dtype = jnp.dtype("float32")
     reduce_moments: Reduce = None
-
     blur: bool = False
+    exact: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array, keys: jax.Array) -> jax.Array:
         """Maps images of any number of channels to `features` channels."""
         kernel, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
-        layer = ConvNorm(self.features, kernel, stride, self.dtype, self.reduce_moments, name="layer")
+        layer = ConvNorm(self.features, kernel, stride, self.dtype, self.reduce_moments, exact=self.exact, name="layer")
         y = nn.relu(layer(x.astype(self.dtype), train=train, mask=mask))
         if self.stem == "cifar":
             return y
@@ -92,6 +104,7 @@ class Block(nn.Module):
         reduce_moments: see `BatchNorm`.
         drop_path: rate at which examples skip the convolutions in training.
         blur: what is strided is blurred before.
+        exact: see `ConvNorm`.
     """
 
     width: int
@@ -102,11 +115,12 @@ class Block(nn.Module):
     reduce_moments: Reduce = None
     drop_path: float = 0.0
     blur: bool = False
+    exact: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array, keys: jax.Array) -> jax.Array:
         """Adds the block's change to its input, projected (or padded with zeros) where the shapes differ."""
-        layer = partial(ConvNorm, dtype=self.dtype, reduce_moments=self.reduce_moments)
+        layer = partial(ConvNorm, dtype=self.dtype, reduce_moments=self.reduce_moments, exact=self.exact)
         features = 4 * self.width if self.bottleneck else self.width
         sizes = [(self.width, 1, 1), (self.width, 3, self.stride), (features, 1, 1)]
         if not self.bottleneck:
@@ -179,6 +193,7 @@ def make_resnet(
     blur_pool: bool = False,
     drop_path: float = 0.0,
     dropout: float = 0.0,
+    exact: bool = True,
 ) -> dict[str, nn.Module]:
     """Returns the chain of a ResNet.
 
@@ -192,6 +207,7 @@ def make_resnet(
         blur_pool: blur before every stride but the first convolution's.
         drop_path: rate at which the last block is skipped by examples; in proportion to its depth for another.
         dropout: rate of the pooled features.
+        exact: see `ConvNorm`.
 
     >>> list(make_resnet("resnet8", num_classes=10))
     ['stem', 'stage1_block1', 'stage2_block1', 'stage3_block1', 'head']
@@ -201,12 +217,14 @@ def make_resnet(
     shape = ARCHITECTURES[arch]
     width = width or shape.width
     compute = jnp.dtype(dtype)
-    chain: dict[str, nn.Module] = {"stem": StemSegment(width, stem or shape.stem, compute, reduce_moments, blur_pool)}
+    chain: dict[str, nn.Module] = {
+        "stem": StemSegment(width, stem or shape.stem, compute, reduce_moments, blur_pool, exact)
+    }
     for stage, num_blocks in enumerate(shape.blocks):
         for block in range(num_blocks):
             stride = 2 if stage > 0 and block == 0 else 1
             chain[f"stage{stage + 1}_block{block + 1}"] = Block(
                 width * 2**stage, stride, shape.bottleneck, shape.projection, compute, reduce_moments,
-                drop_path * len(chain) / sum(shape.blocks), blur_pool,
+                drop_path * len(chain) / sum(shape.blocks), blur_pool, exact,
             )  # fmt: skip
     return chain | {"head": Head(num_classes, dropout)}

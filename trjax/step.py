@@ -20,7 +20,7 @@ from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, fill, placement
 from trjax.optim import apply_optimizer
 from trjax.options import Options
 from trjax.plan import NUM_SCORES, Plan, name_leaves, restore_leaves, select_leaves
-from trjax.state import TrainState
+from trjax.state import TrainState, next_loss_scale, unscale
 from trjax.zero import update_shards
 
 
@@ -33,7 +33,8 @@ def _update(
 ) -> tuple[Any, Any, Any]:
     """Returns the new parameters, BatchNorm statistics and optimizer state."""
     trained = select_leaves(state.params, plan.trained)
-    gradients, batch_stats = restore_leaves(reduced, trained), restore_leaves(reduced, state.batch_stats)
+    gradients = unscale(restore_leaves(reduced, trained), state.loss_scale)
+    batch_stats = restore_leaves(reduced, state.batch_stats)
     params, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, trained, learning_rate)
     return restore_leaves(name_leaves(state.params) | name_leaves(params), state.params), batch_stats, opt_state
 
@@ -58,7 +59,8 @@ def _advance(state: TrainState, finite: jax.Array, updated: tuple[Any, Any, Any]
     after = (*updated, _average(state, params, batch_stats, ema_decay))
     kept: Any = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
     params, batch_stats, opt_state, ema = kept
-    return TrainState(params, batch_stats, opt_state, state.step + 1, state.skipped + jnp.where(finite, 0, 1), ema)
+    skipped, loss_scale = state.skipped + jnp.where(finite, 0, 1), next_loss_scale(state.loss_scale, finite)
+    return TrainState(params, batch_stats, opt_state, state.step + 1, skipped, ema, loss_scale)
 
 
 def make_train_step(
@@ -101,9 +103,11 @@ def make_train_step(
     ) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(stream_key(seed, "dropout"), state.step)
         epoch, learning_rate = state.step // steps_per_epoch, learning_rates[state.step - state.skipped]
+        loss_scale = state.loss_scale["scale"] if state.loss_scale else 1.0
         reduced, finite = reduce_gradients(
-            recipe, state.params, state.batch_stats, block, lambda micro: augment(micro, epoch), key, votes[0]
-        )
+            recipe, state.params, state.batch_stats, block, lambda micro: augment(micro, epoch), key, votes[0],
+            loss_scale,
+        )  # fmt: skip
         if recipe.sharded:
             updated, results, finite = update_shards(state, reduced, recipe.plan, optimizer, learning_rate)
         else:

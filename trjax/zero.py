@@ -21,7 +21,7 @@ from trjax.grouping import list_equations
 from trjax.optim import apply_optimizer
 from trjax.packing import all_finite, flatten_shard, join_shards, spread_shards, unflatten
 from trjax.plan import Plan, Region, name_leaves, restore_leaves, select_leaves
-from trjax.state import TrainState
+from trjax.state import TrainState, unscale
 
 _JOINING = (
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "dot_general", "conv_general",
@@ -89,7 +89,7 @@ def update_shards(
         return jax.lax.dynamic_index_in_dim(spread_shards(region, leaves[region.name], shards), index, keepdims=False)
 
     params = restore_leaves({region.name: own(region) for region in plan.regions if region.name in leaves}, trained)
-    gradients = restore_leaves(reduced, trained)
+    gradients = unscale(restore_leaves(reduced, trained), state.loss_scale)
     params, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, params, learning_rate)
     finite = all_finite(reduced.values())
     params = jax.tree.map(lambda leaf: jnp.where(finite, leaf, jnp.nan), params)
