@@ -22,7 +22,7 @@ from trjax.checkpoint import About, Checkpoints
 from trjax.compilation import compile_program
 from trjax.config import Config
 from trjax.data.batches import train_batches
-from trjax.data.sources import load
+from trjax.data.sources import Source, load
 from trjax.mesh import make_mesh, start_platform
 from trjax.presets import preset_config
 from trjax.program import Program, make_program
@@ -45,12 +45,14 @@ class Options:
     """Folder for the CSV and the figure."""
 
 
-def train(config: Config, program: Program, state: Any, way: Way, every: int, folder: Path) -> tuple[Any, float, float]:
+def train(
+    config: Config, program: Program, source: Source, state: Any, way: Way, every: int, folder: Path
+) -> tuple[Any, float, float]:
     """Returns the state behind three intervals of steps, the seconds that they took, and those inside of `save`."""
     checkpoints = Checkpoints(folder, print)
     rates, votes = np.full(program.num_steps, 0.01, np.float32), program.votes(False)
     saving, start = 0.0, time.perf_counter()
-    for step, batch in enumerate(train_batches(load(config.data)[0], config.global_batch, 0, 0, 3 * every), start=1):
+    for step, batch in enumerate(train_batches(source, config.global_batch, 0, 0, 3 * every), start=1):
         state, outcome = program.train_step(state, program.place_train(batch), rates, votes)
         jax.block_until_ready(outcome)
         if way != "none" and step % every == 0:
@@ -67,13 +69,13 @@ def train(config: Config, program: Program, state: Any, way: Way, every: int, fo
 def measure(config: Config, every: int, repeats: int) -> list[dict[str, Any]]:
     """Returns a row for each way; they take turns, and the median of the turns is told."""
     program = compile_program(make_program(config, make_mesh("0")))
-    state = program.init()
+    state, (source, _) = program.init(), load(config.data)
     state_mb = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6
     times = {way: list[tuple[float, float]]() for way in WAYS}
     for turn in range(repeats + 1):
         for way in WAYS:
             with TemporaryDirectory() as folder:
-                state, *found = train(config, program, state, way, every, Path(folder))
+                state, *found = train(config, program, source, state, way, every, Path(folder))
             if turn:  # the first warms up
                 times[way].append((found[0], found[1]))
         progress(f"turn {turn} of {repeats}")

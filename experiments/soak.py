@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from report import announce, main, progress, write_rows
 from safetensors.numpy import load_file
+
+from trjax.launch import free_port
 
 JOB = [
     "--platform", "cpu", "--model.width", "4", "--epochs", "8", "--optim.warmup-epochs", "1", "--save-every", "4",
@@ -48,16 +49,14 @@ class Options:
     seed: int = 0
     """Of the random moments."""
     quick: bool = False
-    """Two runs."""
+    """One run."""
     out: Path = Path("results")
     """Folder for the CSV and the figure."""
 
 
 def _start(workdir: Path, processes: int, cache: Path) -> list[subprocess.Popen[str]]:
     """Starts the job's processes; compiled programs are kept, so that only the first start compiles."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     environment = {
         **os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONUNBUFFERED": "1",
@@ -193,7 +192,7 @@ def run(options: Options) -> None:
     if options.runs < 1 or options.processes not in (1, 2):
         raise ValueError(f"runs={options.runs} with processes={options.processes}: at least 1, with 1 or 2 processes")
     announce(f"{options.processes} process(es), 2 CPU devices, {os.cpu_count()} CPU cores", options.out)
-    count = min(options.runs, 2) if options.quick else options.runs
+    count = 1 if options.quick else options.runs
     rows = []
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -132,8 +132,19 @@ def check_batchnorm_modes(rows: Rows) -> None:
     assert all(20 < float(row["top-1 %"]) <= 100 for row in rows)  # two epochs; guessing gives 10
 
 
+def check_checkpoint_cost(rows: Rows) -> None:
+    assert [row["saving"] for row in rows] == ["none", "beside", "waiting"]
+    inside = [float(row["in save, ms each"]) for row in rows]
+    assert 0 == inside[0] < inside[1] < inside[2]
+
+
+def check_soak(rows: Rows) -> None:
+    assert [(row["equal"], row["lost"]) for row in rows] == [("1", "0")]
+
+
 CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
 CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes, check_scaling_forecast]
+CHECKS += [check_checkpoint_cost, check_soak]
 
 
 @pytest.mark.slow
@@ -143,10 +154,11 @@ def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", "--out", "out"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    with Path("out", f"{name}.csv").open() as file:
+    (table,), (figure,) = (list(Path("out").glob(f"{name}*.{kind}")) for kind in ("csv", "png"))
+    with table.open() as file:
         rows = list(csv.DictReader(file))
     check(rows)
-    assert Path("out", f"{name}.png").stat().st_size > 10_000
+    assert figure.stat().st_size > 10_000
     assert " ".join(rows[0]) in " ".join(run.stdout.split())
 
 

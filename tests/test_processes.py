@@ -28,12 +28,19 @@ def test_options_that_do_not_fit_are_named(given: Processes, message: str) -> No
         join_processes(given)
 
 
+def test_a_launcher_that_jax_does_not_find_is_no_silent_run_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")  # Open MPI 5
+    with pytest.raises(ValueError, match=r"one of 4 processes that JAX cannot find: pass --coordinator HOST:PORT"):
+        join_processes(Processes())
+
+
 @pytest.mark.parametrize(
     ("environment", "joins"),
     [
         ({}, False),
-        ({"SLURM_STEP_NODELIST": "a,b", "SLURM_NTASKS": "2"}, True),
-        ({"SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "1"}, False),
+        ({"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": "2"}, True),
+        ({"SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({"SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, False),  # a shell in a job
         ({"SLURM_NTASKS": "2"}, False),  # a batch script that runs Python without srun
         ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:1", "OMPI_COMM_WORLD_SIZE": "4"}, True),
         ({"KUBERNETES_SERVICE_HOST": "h"}, False),  # any pod

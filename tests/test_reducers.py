@@ -30,10 +30,11 @@ from trjax.compiled import compile_lowered
 from trjax.config import Config, OptimConfig, Reducing
 from trjax.cost import Topology
 from trjax.mesh import make_topology_mesh
+from trjax.options import DETERMINISTIC
 from trjax.packing import join_shards
 from trjax.plan import make_plan
 from trjax.planning import expect, machine_of
-from trjax.program import make_program
+from trjax.program import _step_options, make_program
 from trjax.reducers import make_reducer
 from trjax.targets import TARGETS, compile_config
 
@@ -163,6 +164,7 @@ CASES: list[tuple[Any, tuple[int, int], dict[str, Any]]] = [
     ("hierarchical", (4, 1), {}),
     ("zero1", (2, 2), {"bn": "sync", "freeze": ("first/*", "middle/Dense_0/*")}),
     ("zero1", (1, 4), {"comm_dtype": "bfloat16", "optim": OptimConfig(kind="lars", clip_norm=1.0)}),
+    ("zero1", (1, 2), {"optim": OptimConfig(kind="lamb")}),
     ("per_leaf", (1, 2), {}),
 ]
 
@@ -188,3 +190,12 @@ def test_programs_hold_what_the_reducer_says(name: Any, topology: tuple[int, int
     if (name, topology) == ("hierarchical", (2, 2)):
         joined = Counter(operation.groups for operation in compiled.operations if operation.collective)
         assert joined == {((0, 1), (2, 3)): 4, ((0, 2), (1, 3)): 2}  # in each host, and across
+
+
+def test_determinism_reaches_the_ordinary_step_too() -> None:
+    """It is compiled with the compiler's own options, and with these."""
+    mesh = make_topology_mesh(compile_config(TARGETS["h100"]), 1, 2)
+    config = tiny_config(reducer="per_leaf", deterministic=True)
+    plan = make_program(config, mesh, dense_chain()).plan
+    assert _step_options(config, make_reducer(config), plan, mesh) == DETERMINISTIC[mesh.devices.flat[0].platform]
+    assert _step_options(replace(config, deterministic=False), make_reducer(config), plan, mesh) is None

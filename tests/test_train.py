@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -70,7 +71,7 @@ def run_tiny(workdir: str, stop_after: int = 0, **changes: Any) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         if stop_after:
-            # asked once before an epoch, and after each step
+            # asked before an epoch, after each step, before an evaluation, and after each of its batches
             patch.setattr(train_module, "catch_interrupts", lambda: nullcontext(interrupted))
         return train(config)
 
@@ -124,14 +125,14 @@ def test_stopping_after_any_step_and_resuming_is_bitwise_nothing(monkeypatch: py
     program = make_program(config, make_mesh("0-1"))
     compiled = compile_program(program)
     monkeypatch.setattr("trjax.start.make_program", lambda *_: program)
-    monkeypatch.setattr(train_module, "compile_program", lambda _: compiled)
+    monkeypatch.setattr(train_module, "compile_program", lambda *_: compiled)
     run_tiny("whole", devices="0-1", data=AUGMENTED)
     whole = final_state("whole", config)
     assert int(whole.step) == total
     for stop_after in range(1, total):
         workdir = f"stop{stop_after}"
-        # one question a step, and one before each epoch
-        summary = run_tiny(workdir, stop_after=stop_after + (stop_after - 1) // 5, devices="0-1", data=AUGMENTED)
+        # one question a step, one before each epoch, one before its evaluation, and three in it
+        summary = run_tiny(workdir, stop_after=stop_after + 5 * ((stop_after - 1) // 5), devices="0-1", data=AUGMENTED)
         assert (summary.finished, summary.step) == (False, stop_after)
         assert run_tiny(workdir, devices="0-1", data=AUGMENTED).finished
         jax.tree.map(np.testing.assert_array_equal, final_state(workdir, config), whole)
@@ -216,6 +217,8 @@ def test_other_options_in_the_same_folder_are_refused(capsys: pytest.CaptureFixt
         (["--preset", "imagenet-resnet50"], "does not read image folders"),
         (["--workdir", "file"], "workdir=file cannot be used"),
         (["--workdir", "strange"], "holds checkpoints but no config.toml"),
+        (["--workdir", "/proc/run"], "workdir=/proc/run cannot be used"),
+        (["--optim.warmup-epochs", "0", "--optim.warmup-steps", "601"], "the warm-up must end within the run"),
         (["--preset", "cifar10-resnet20", "--epochs", "20"], "pass --optim.milestones"),
         (["--epochs", "1"], "pass --optim.warmup-epochs"),
     ],
@@ -340,11 +343,46 @@ def test_numbers_gone_wrong_change_nothing_and_end_the_run(capsys: pytest.Captur
         run_tiny("run", optim=OptimConfig(learning_rate=1e30), max_bad_steps=4)
     assert "warning: 1 steps up to step 2 had gradients that are not finite" in capsys.readouterr().out
     assert [(record["step"], record["examples"], record["skipped"]) for record in lines("run")] == [
-        (2, 24, 1), (4, 0, 2), (5, 0, 1), (5, 50, 0),
+        (2, 24, 1), (4, 0, 2), (5, 0, 1),
     ]  # fmt: skip
     bad = json.loads(Path("run/bad_step.json").read_text())
     order = epoch_order(0, 0, 100)
     assert (bad["step"], bad["epoch"], bad["indices"]) == (1, 0, order[24:48].tolist())
+
+
+def test_no_step_follows_the_one_that_was_too_many() -> None:
+    """Else the parameters that are saved would not be those that it saw."""
+    with pytest.raises(BadNumbersError, match=r"1 steps in a row, the first of them step 2"):
+        run_tiny("run", optim=OptimConfig(learning_rate=1e30), max_bad_steps=1)
+    assert json.loads(Path("run/bad_step.json").read_text())["checkpoint"] == 2
+    last = Checkpoints(Path("run/checkpoints"), pytest.fail).last
+    assert last is not None
+    assert last.step == 2
+
+
+def test_a_stop_does_not_wait_for_the_evaluation() -> None:
+    """It comes in the last step of an epoch, or in the evaluation; that is done when the run goes on."""
+    run_tiny("whole")
+    for name, stop_after in (("behind the step", 5), ("before the evaluation", 6), ("in the evaluation", 8)):
+        summary = run_tiny(name, stop_after=stop_after)
+        assert (summary.finished, summary.step, summary.last_top1) == (False, 5, None)
+        assert [record["split"] for record in lines(name)] == ["train", "train", "train"]
+        assert run_tiny(name).finished
+        strip = [[{**record, "images_per_second": 0, "seconds": 0} for record in lines(run)] for run in ("whole", name)]
+        assert strip[0] == strip[1]
+    last = run_tiny("the end", stop_after=15)
+    assert (last.finished, last.step) == (False, 10)
+    assert run_tiny("the end").finished
+    assert lines("the end")[-1]["split"] == "test"
+
+
+def test_a_last_batch_that_is_left_out_is_nowhere() -> None:
+    summary = run_tiny("run", last_batch="drop", stop_after=2)
+    assert summary.step == 2
+    assert run_tiny("run", last_batch="drop").step == 8
+    assert [(record["step"], record["examples"]) for record in lines("run") if record["split"] == "train"] == [
+        (2, 48), (4, 48), (6, 48), (8, 48),
+    ]  # fmt: skip
 
 
 def launch(*arguments: str) -> subprocess.Popen[str]:
@@ -373,6 +411,14 @@ def test_a_process_outlives_its_reader_and_saves_when_interrupted() -> None:
     assert 3 <= step < 1200
     assert lines("run")[-1]["step"] == step
     assert read_table("run/config.toml")["epochs"] == 400
+
+
+def test_the_model_of_the_readme_trains() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    (block,) = re.findall(r"^    import flax\.linen as nn\n.*?\.best\)", text, re.DOTALL | re.MULTILINE)
+    code = textwrap.dedent(block).replace("epochs=5", 'epochs=1, devices="0-1"')
+    exec(code, {"__name__": "own"})  # as someone would paste it
+    assert lines("own")[-1]["split"] == "test"
 
 
 def test_what_is_said_at_the_end() -> None:

@@ -64,7 +64,7 @@ def _read_about(data: bytes) -> About:
         about = About(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_ABOUT]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError("it is no checkpoint of trjax") from error
-    if not isinstance(about.step, int) or about.position.keys() != {"epoch", "batch"}:
+    if type(about.step) is not int or not isinstance(about.position, dict) or set(about.position) != {"epoch", "batch"}:
         raise ValueError("it is no checkpoint of this version")
     return about
 

@@ -1,7 +1,7 @@
 """The programs of a run, compiled once: what is needed first at once, the rest while that runs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -56,14 +56,15 @@ def _check_memory(program: Program, step: Any) -> None:
         )
 
 
-def compile_program(program: Program, first: int = 0) -> Program:
+def compile_program(program: Program, sizes: Sequence[int] = (0,), maker: ThreadPoolExecutor | None = None) -> Program:
     """Returns the program with its steps and its evaluation compiled, once for the whole run.
 
     A compiled function refuses any other shape, type or placement: nothing can compile again unnoticed.
 
     Args:
         program: to compile.
-        first: side of the resized images with which the run begins; the steps for others are compiled while it runs.
+        sizes: sides to which the run resizes its images, as it needs them; 0: as they are.
+        maker: compiles the steps for all but the first of them, while the run goes on.
 
     Raises:
         ValueError: the first step does not fit into memory.
@@ -75,11 +76,10 @@ def compile_program(program: Program, first: int = 0) -> Program:
         _check_memory(program, step)
         return step
 
+    first, *others = sizes
     steps = {first: compile_step(first)}
-    maker = ThreadPoolExecutor(1, "compile")
-    for size in (*program.resized_steps, 0):
-        if size not in steps:
-            steps[size] = Ahead(partial(compile_step, size), maker)
+    for size in others:
+        steps[size] = Ahead(partial(compile_step, size), maker) if maker else compile_step(size)
     return replace(
         program,
         train_step=steps.pop(0),

@@ -32,7 +32,8 @@ class Options:
     """GPUs that each process gets, in order; 0: all processes see all devices. On the CPU, give --devices to train."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port of this machine at which nobody listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -97,7 +98,7 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
         raise ValueError(f"processes={options.processes}: must be from 1 to {_MAX_PROCESSES}")
     if options.gpus_per_process < 0:
         raise ValueError(f"gpus_per_process={options.gpus_per_process}: must be positive, or 0 to share all")
-    port = _free_port()
+    port = free_port()
     children: list[subprocess.Popen[str]] = []
 
     def pass_on(number: int, _frame: object) -> None:

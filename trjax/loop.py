@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,16 @@ class Run:
     interrupted: Callable[[], bool]
     alone: bool
     fed: Callable[[int], None]
+
+    @cached_property
+    def rates(self) -> jax.Array:
+        """The learning rates on the devices."""
+        return place(self.program.mesh, REPLICATED, self.learning_rates)
+
+    @cached_property
+    def votes(self) -> dict[bool, jax.Array]:
+        """What this process answers to: stop? On the devices."""
+        return {asked: self.program.votes(asked) for asked in (False, True)}
 
     def record(self, split: Split, meter: Meter, step: int, learning_rate: float) -> Record:
         """Writes what the meter has gathered to the file and the console, and empties it."""
@@ -162,12 +173,14 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
     config, program, step = run.config, run.program, start_step
     size = config.data.size_at(start_step // program.steps_per_epoch)
     train_step = program.resized_steps[size] if size else program.train_step
-    votes = {asked: program.votes(asked) for asked in (False, True)}
-    rates = place(program.mesh, REPLICATED, run.learning_rates)
     asked = not run.alone and run.interrupted()
     progress.meter.restart()
     for batch in run.batches(start_step, end_step):
-        state, outcome = train_step(state, program.place_train(batch), rates, votes[asked])
+        if progress.bad_in_row + 1 >= config.max_bad_steps > 0:
+            progress.read()  # that step may be one too many, and no other must follow it
+            if progress.stopping:
+                break
+        state, outcome = train_step(state, program.place_train(batch), run.rates, run.votes[asked])
         step += 1
         progress.read()
         progress.unread = (step, outcome)
@@ -183,38 +196,53 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
     return state, step
 
 
-def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> float:
-    """Evaluates every test example once, also with the running means, if any; writes the records, returns top-1."""
-    meter, program = Meter(), run.program
+def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> float | None:
+    """Evaluates every test example once, also with the running means, if any; writes the records.
+
+    Returns:
+        Top-1; None if it was interrupted, which needs no other process to agree.
+    """
+    program, meters = run.program, dict[Split, Meter]()
     models: dict[Split, tuple[Any, Any]] = {"test": (state.params, state.batch_stats)}
     if state.ema:
         models["ema"] = (state.ema["params"], state.ema["batch_stats"])
-    best = 0.0
     for split, model in models.items():
-        totals = init_totals(program.mesh)
+        meters[split], totals = Meter(), init_totals(program.mesh)
         for batch in eval_batches(run.test_source, run.config.global_batch, program.eval_rows):
             totals = program.accumulate(totals, *model, program.place(batch))
             run.fed(step)
-        meter.add(np.asarray(program.reduce_totals(totals), np.float64))
-        best = max(best, run.record(split, meter, step, learning_rate).top1)
-    return best
+            if run.alone and run.interrupted():
+                return None
+        meters[split].add(np.asarray(program.reduce_totals(totals), np.float64))
+        meters[split].stop()
+    records = {split: run.record(split, meter, step, learning_rate) for split, meter in meters.items()}
+    return records["test"].top1
 
 
-def _write_bad_step(run: Run, step: int, first: int, last: int) -> None:
+def _write_bad_step(run: Run, step: int, first: int) -> None:
     """Writes down the first of the bad batches, with which `--replay-step` does that step again."""
     epoch, position = divmod(first - 1, run.program.steps_per_epoch)
     batch, path = run.config.global_batch, run.workdir / BAD_STEP
     indices = epoch_order(run.config.seed, epoch, len(run.train_source))[position * batch : (position + 1) * batch]
     found = {
         "step": first - 1, "epoch": epoch, "devices": run.program.mesh.size, "indices": indices.tolist(),
-        "checkpoint": step, "updates_since": step - last,
+        "checkpoint": step,
     }  # fmt: skip
     path.with_suffix(".partial").write_text(json.dumps(found) + "\n", encoding="utf-8")
     path.with_suffix(".partial").replace(path)
 
 
-def run_loop(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
+def run_loop(run: Run, state: TrainState, step: int, evaluated: bool) -> tuple[int, bool]:
     """Trains, evaluates and saves after each epoch and every `save_every` steps, until the end or a stop.
+
+    Args:
+        run: the run.
+        state: to go on from.
+        step: that it is behind.
+        evaluated: that is done, if the step is the last one of an epoch; a stop comes before it, so as not to wait.
+
+    Returns:
+        The step, and whether the evaluation has been done, at which the run is then.
 
     Raises:
         BadNumbersError: too many steps in a row were bad.
@@ -222,17 +250,27 @@ def run_loop(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
     """
     whole = state
     end_step, per_epoch = len(run.learning_rates), run.program.steps_per_epoch
-    progress = _Progress(run, int(state.skipped))
-    while step < end_step and not progress.stopping and not (run.alone and run.interrupted()):
-        epoch_end = (step // per_epoch + 1) * per_epoch
-        state, step = _train(run, state, progress, step, epoch_end)
-        top1 = _evaluate(run, state, step, progress.learning_rate) if step == epoch_end else None
+    skipped = int(state.skipped)
+    progress = _Progress(run, skipped, learning_rate=float(run.learning_rates[max(step - 1 - skipped, 0)]))
+
+    def stopped() -> bool:
+        return progress.stopping or (run.alone and run.interrupted())
+
+    while (step < end_step or not evaluated) and not stopped():
+        if evaluated:
+            epoch_end = (step // per_epoch + 1) * per_epoch
+            state, step = _train(run, state, progress, step, epoch_end)
+            evaluated = step < epoch_end
+        top1 = None
+        if not evaluated and not stopped():
+            top1 = _evaluate(run, state, step, progress.learning_rate)
+            evaluated = top1 is not None
         whole = _save(run, state, step, top1)
     jax.block_until_ready(whole)
     if run.checkpoints is not None:
         run.checkpoints.wait()
         if progress.gave_up:
-            _write_bad_step(run, step, *progress.gave_up)
+            _write_bad_step(run, step, progress.gave_up[0])
     exchange("done", "")  # none leaves while another still needs it
     if progress.gave_up:
         first, last = progress.gave_up
@@ -241,4 +279,4 @@ def run_loop(run: Run, state: TrainState, step: int) -> tuple[TrainState, int]:
             f"and changed nothing. What was in its batch is in {run.workdir / BAD_STEP}; "
             f"see where it begins with: python -m trjax.train --workdir {run.workdir} --replay-step"
         )
-    return state, step
+    return step, evaluated

@@ -37,7 +37,7 @@ _BY_PLATFORM: dict[str, Options] = {
     },
 }
 
-_DETERMINISTIC: dict[str, Options] = {
+DETERMINISTIC: dict[str, Options] = {
     # Every kernel whose result depends on the order in which threads add is refused or replaced, and none is chosen
     # by how long it took.
     "gpu": {
@@ -88,7 +88,7 @@ def probe_options(
         jax.errors.JaxRuntimeError: the compiler fails for another reason.
     """
     platform = mesh.devices.flat[0].platform
-    added = _DETERMINISTIC.get(platform, {}) if deterministic else {}
+    added = DETERMINISTIC.get(platform, {}) if deterministic else {}
     accepted: Options = dict(wanted) or {**_BY_PLATFORM.get(platform, {}), **added}
     dropped: list[str] = []
     nothing = jax.jit(lambda x: x, in_shardings=placement(mesh, REPLICATED)).lower(jax.ShapeDtypeStruct((), "float32"))

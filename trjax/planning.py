@@ -160,7 +160,7 @@ def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
             others[moments_bytes] += config.accumulate * _has_backward(plan, region.name)
     if reducer.sharded and config.optim.clip_norm:
         others[ITEM_BYTES] += 1
-    if reducer.sharded and config.optim.kind == "lars":
+    if reducer.sharded and config.optim.kind in ("lars", "lamb"):
         others[2 * ITEM_BYTES * len(plan.trained)] += 1
     return Expected(plan, groups, others)
 

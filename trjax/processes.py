@@ -20,8 +20,9 @@ from jax.experimental import multihost_utils
 _HEARTBEAT_SECONDS = 30  # a process that is silent for longer is taken for dead, and all others end
 _POLL_MS, _PATIENCE_SECONDS = 500, 900
 _FAREWELL_MS = 10_000
-_CLUSTERS = {"SLURM_STEP_NODELIST": "SLURM_NTASKS", "OMPI_MCA_orte_hnp_uri": "OMPI_COMM_WORLD_SIZE"}
+_CLUSTERS = {"SLURM_STEP_NODELIST": "SLURM_STEP_NUM_TASKS", "OMPI_MCA_orte_hnp_uri": "OMPI_COMM_WORLD_SIZE"}
 """What is set where a launcher that JAX knows has started this process, and what holds the number of processes."""
+_MPI_SIZE, _MPI_RANK = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
 _exchanges = count()  # all processes exchange the same things in the same order
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
@@ -65,6 +66,11 @@ def join_processes(given: Processes) -> None:
     if by_hand:
         _check(given)
     elif not _in_cluster():
+        if os.environ.get(_MPI_SIZE, "1") != "1":  # from version 5 on it no longer says where process 0 is
+            raise ValueError(
+                f"started by Open MPI as one of {os.environ[_MPI_SIZE]} processes that JAX cannot find: pass "
+                f'--coordinator HOST:PORT --num-processes "${_MPI_SIZE}" --process-id "${_MPI_RANK}"'
+            )
         return
     options: dict[str, Any] = {}
     if by_hand:
@@ -114,14 +120,19 @@ def exchange(topic: str, text: str) -> list[str]:
     """Returns what every process says on a topic, in the order of the processes; all of them must ask for it.
 
     Raises:
-        ValueError: another process has failed, or says nothing for a quarter of an hour; says which.
+        ValueError: another process has failed; says which, and why.
+        TimeoutError: one says nothing for a quarter of an hour; says which.
     """
     client = _client()
     if client is None:
         return [text]
     folder = f"trjax/said/{next(_exchanges)}-{topic}"
-    client.key_value_set(f"{folder}/{process_index()}", text)
-    return [_hear(client, f"{folder}/{process}") for process in range(_count())]
+    if process_index():
+        client.key_value_set(f"{folder}/{process_index()}", text)
+        return json.loads(_hear(client, f"{folder}/all"))
+    said = [text, *(_hear(client, f"{folder}/{process}") for process in range(1, _count()))]
+    client.key_value_set(f"{folder}/all", json.dumps(said))  # so that not everyone asks everyone
+    return said
 
 
 def find_hosts() -> list[str]:
@@ -136,7 +147,8 @@ def _hear(client: Any, key: str) -> str:
             raise ValueError(f"process {name.rpartition('/')[2]} has failed: {message}")
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             return client.blocking_key_value_get(key, _POLL_MS)
-    raise ValueError(f"process {key.rpartition('/')[2]} has said nothing for {_PATIENCE_SECONDS} s: it hangs")
+    name = key.rpartition("/")[2].replace("all", "0")
+    raise TimeoutError(f"process {name} has said nothing for {_PATIENCE_SECONDS} s: it hangs")
 
 
 def announce_failure(message: str) -> None:

@@ -22,7 +22,7 @@ from trjax.forms import StateForms, conv_order_of, make_forms
 from trjax.memory import require_memory
 from trjax.mesh import SPLIT, fill, own_rows, place, split_batch
 from trjax.optim import make_optimizer
-from trjax.options import USER_BUFFERS, Options, probe_options
+from trjax.options import DETERMINISTIC, USER_BUFFERS, Options, probe_options
 from trjax.plan import NUM_SCORES, Plan, select_leaves
 from trjax.planning import Shapes, machine_of, plan_run
 from trjax.reducers import Reducer, make_reducer
@@ -171,11 +171,14 @@ def _train_dims(config: Config) -> tuple[int, ...]:
 def _step_options(config: Config, reducer: Reducer, plan: Plan, mesh: Mesh) -> Options | None:
     """Returns what to compile the train step with; None leaves the compiler its own options.
 
+    An ordinary step gets none but those that determinism needs.
+
     A group that is one float32 kernel alone is not copied into its buffer: the convolution would have to write where
     NCCL's buffers are, and XLA knows no such layout. They then lie wherever there is room.
     """
     if reducer.ordinary:
-        return None
+        wanted = DETERMINISTIC.get(mesh.devices.flat[0].platform, {}) if config.deterministic else {}
+        return probe_options(mesh, wanted=tuple(wanted.items())).accepted if wanted else None
     options = probe_options(mesh, config.deterministic).accepted
     lone = any(len(group.regions) == 1 and len(group.regions[0].shape) == 4 for group in plan.groups)
     if not lone or config.precision not in ("float32", "tf32"):
@@ -190,10 +193,11 @@ def _check_size(config: Config, mesh: Mesh, params: Any, spec: DataSpec, num_ste
             f"epochs={config.epochs} with global_batch={config.global_batch}: {num_steps:,} steps are more than "
             f"{_MAX_STEPS:,}; use fewer epochs or a larger batch"
         )
-    if config.optim.warmup_steps > num_steps:
+    first_drop = min(config.optim.milestones, default=config.epochs) * num_steps / config.epochs
+    if config.optim.warmup_steps > first_drop:
         raise ValueError(
             f"optim.warmup_steps={config.optim.warmup_steps} with {num_steps:,} steps in all: the warm-up must end "
-            "within the run; use fewer, or more epochs"
+            "within the run, and before its first milestone; use fewer, or more epochs"
         )
     if mesh.devices.flat[0].platform == "cpu":
         own = len(mesh.local_devices)

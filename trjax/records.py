@@ -74,7 +74,12 @@ class Meter:
 
     def restart(self) -> None:
         """Forgets the sums and starts the clock."""
-        self.totals, self.steps, self.skipped, self._since = np.zeros(4), 0, 0, time.perf_counter()
+        self.totals, self.steps, self.skipped = np.zeros(4), 0, 0
+        self._since, self._until = time.perf_counter(), 0.0
+
+    def stop(self) -> None:
+        """Stops the clock."""
+        self._until = time.perf_counter()
 
     def add(self, scores: np.ndarray, skipped: bool = False) -> None:
         """Adds the scores of one batch, shape (4,), unless it was skipped."""
@@ -85,8 +90,8 @@ class Meter:
 
     @property
     def images_per_second(self) -> float:
-        """Examples a second since the last restart."""
-        return float(self.totals[3]) / max(time.perf_counter() - self._since, 1e-9)
+        """Examples a second since the last restart, until the clock was stopped."""
+        return float(self.totals[3]) / max((self._until or time.perf_counter()) - self._since, 1e-9)
 
 
 def _step_of(line: bytes) -> int | None:

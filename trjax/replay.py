@@ -95,7 +95,7 @@ def find_first(
 def _read_bad_step(path: Path, config: Config) -> dict[str, Any]:
     try:
         bad = json.loads(path.read_text(encoding="utf-8"))
-        numbers = [bad[name] for name in ("step", "epoch", "devices", "checkpoint", "updates_since")]
+        numbers = [bad[name] for name in ("step", "epoch", "devices", "checkpoint")]
         devices, indices = bad["devices"], bad["indices"]
         whole = all(type(number) is int and number >= 0 for number in (*numbers, *indices))
         fits = len(indices) <= config.global_batch and max(indices, default=0) < describe(config.data).train_examples

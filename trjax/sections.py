@@ -81,13 +81,22 @@ class DataConfig:
         """Whether training images are mixed with each other."""
         return self.mixup > 0 or self.cutmix > 0
 
+    def sizes_from(self, epoch: int) -> tuple[int, ...]:
+        """Returns the sides that are still to come from an epoch on, in order; the last one is 0.
+
+        >>> DataConfig(sizes=(4, 6), size_epochs=(1, 3)).sizes_from(1)
+        (6, 0)
+        """
+        ends = zip(self.sizes, self.size_epochs, strict=True)
+        return (*dict.fromkeys(size for size, end in ends if epoch < end), 0)
+
     def size_at(self, epoch: int) -> int:
         """Returns the side of the training images of an epoch, from 0; 0: their own.
 
         >>> [DataConfig(sizes=(4, 6), size_epochs=(1, 3)).size_at(epoch) for epoch in range(4)]
         [4, 6, 6, 0]
         """
-        return next((size for size, end in zip(self.sizes, self.size_epochs, strict=True) if epoch < end), 0)
+        return self.sizes_from(epoch)[0]
 
     def __post_init__(self) -> None:
         check_values(self, "data.")

@@ -1,6 +1,7 @@
 """From a configuration to a run that can begin: everything checked, the same on all processes, nothing trained yet."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ class Start:
         checkpoints: of the run; None on all processes but the first.
         state: to go on from.
         step: that the state is behind.
+        evaluated: the state has been evaluated, if its step is the last one of an epoch.
     """
 
     workdir: Path
@@ -45,6 +47,7 @@ class Start:
     checkpoints: Checkpoints | None
     state: TrainState
     step: int
+    evaluated: bool
 
 
 def _facts(config: Config) -> dict[str, Any]:
@@ -92,22 +95,25 @@ def _open_checkpoints(config: Config, workdir: Path, steps_per_epoch: int, warn:
     return checkpoints
 
 
-def _first_state(program: Program, checkpoints: Checkpoints | None) -> tuple[TrainState, int]:
-    """Returns the state to go on from, the last checkpoint's or a fresh one, and its step; process 0 sends it to all.
+def _first_state(program: Program, checkpoints: Checkpoints | None) -> tuple[TrainState, int, bool]:
+    """Returns the state to go on from, its step, and whether it has been evaluated; process 0 sends it to all.
+
+    It is the last checkpoint's, or a fresh one.
 
     The initial state is sent too: machines of different kinds need not compute the same bits.
     """
     forms = program.forms
     last = checkpoints.last if checkpoints else None
-    step = int(exchange("step", str(last.step if last else -1))[0])
+    due = last is not None and last.test_top1 is None and last.position["batch"] == 0
+    step, evaluated = json.loads(exchange("step", json.dumps([last.step if last else -1, not due]))[0])
     data = checkpoints.read(step) if checkpoints and last else b""
     if step < 0 and jax.process_count() == 1:
-        return forms.init(), 0
+        return forms.init(), 0, True
     if step < 0:
         whole = forms.unload(forms.init())
         data = encode(jax.tree.map(lambda leaf: leaf.addressable_data(0), whole), About(0, {}, {}, None))
     where = f"the checkpoint in {checkpoints.folder}" if checkpoints else "the state of process 0"
-    return forms.load(decode(broadcast(data), forms.saved_shape, where)), max(step, 0)
+    return forms.load(decode(broadcast(data), forms.saved_shape, where)), max(step, 0), evaluated
 
 
 @contextmanager
@@ -137,8 +143,7 @@ def start_run(
     require_same("plan", {"the plan": plan, "training and test examples": sizes, "devices": jax.local_device_count()})
     if process_index():
         workdir = Path(exchange("workdir", "")[0])
-        state, step = _first_state(program, None)
-        yield Start(workdir, program, train_source, test_source, None, state, step)
+        yield Start(workdir, program, train_source, test_source, None, *_first_state(program, None))
         return
     workdir = open_workdir(config)
     with (
@@ -147,7 +152,7 @@ def start_run(
     ):
         write_config(config, workdir)
         exchange("workdir", str(workdir))
-        state, step = _first_state(program, checkpoints)
+        state, step, evaluated = _first_state(program, checkpoints)
         if aside := trim_metrics(workdir / "metrics.jsonl", step):
             warn(f"metrics.jsonl held more than the records of a run; all of it is kept as {aside}")
-        yield Start(workdir, program, train_source, test_source, checkpoints, state, step)
+        yield Start(workdir, program, train_source, test_source, checkpoints, state, step, evaluated)

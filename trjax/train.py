@@ -4,6 +4,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -59,17 +61,28 @@ class Summary:
     seconds: float
 
 
-def _train(config: Config, start: Start, display: Display, interrupted: Callable[[], bool], started: float) -> int:
-    """Compiles and trains, and returns the step at which the run is then."""
+def _train(
+    config: Config,
+    start: Start,
+    display: Display,
+    interrupted: Callable[[], bool],
+    started: float,
+) -> tuple[int, bool]:
+    """Compiles and trains, and returns the step at which the run is then, and whether that has been evaluated."""
     program = start.program
     if dropped := probe_options(program.mesh, config.deterministic).dropped:
         display.say(f"compile options that this jax does not know, left out: {', '.join(dropped)}")
     display.say("compiling ...")
     rates = make_learning_rates(config.optim, config.epochs, program.steps_per_epoch, config.global_batch)
     process, alone = process_index(), jax.process_count() == 1
-    compiled = compile_program(program, config.data.size_at(start.step // program.steps_per_epoch))
+    maker = ThreadPoolExecutor(1, "compile")
+    compiled = compile_program(program, config.data.sizes_from(start.step // program.steps_per_epoch), maker)
     exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
-    with watch(config.watchdog_seconds, process, start.workdir / f"watchdog{process}.log") as fed:
+    with (
+        watch(config.watchdog_seconds, process, start.workdir / f"watchdog{process}.log") as fed,
+        ExitStack() as leaving,
+    ):
+        leaving.callback(maker.shutdown, cancel_futures=True)
         run = Run(
             config=config,
             workdir=start.workdir,
@@ -84,7 +97,7 @@ def _train(config: Config, start: Start, display: Display, interrupted: Callable
             alone=alone,
             fed=fed,
         )
-        return run_loop(run, start.state, start.step)[1]
+        return run_loop(run, start.state, start.step, start.evaluated)
 
 
 def train(
@@ -123,9 +136,9 @@ def train(
                 display.say(f"warning: {warning}")
             if start.step:
                 display.say(f"resumed at step {start.step} of {end_step}")
-            step = start.step
-            if step < end_step:
-                step = _train(config, start, display, interrupted, started)
+            step, evaluated = start.step, start.evaluated
+            if step < end_step or not evaluated:
+                step, evaluated = _train(config, start, display, interrupted, started)
             last = start.checkpoints.last if start.checkpoints else None
             best = start.checkpoints.best if start.checkpoints else None
     except (ValueError, OSError) as error:
@@ -133,7 +146,7 @@ def train(
             announce_failure(str(error))
         raise
     return Summary(
-        step == end_step,
+        step == end_step and evaluated,
         step,
         last.test_top1 if last else None,
         (best.step, best.test_top1) if best and best.test_top1 is not None else None,

@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import scipy.stats
 
 from trjax.data.batches import Batch
 from trjax.sections import DataConfig
+
+_QUANTILES = 1025
 
 
 class Inputs(NamedTuple):
@@ -43,6 +47,12 @@ def swap_neighbours(leaf: jax.Array) -> jax.Array:
     return leaf.reshape(-1, 2, *leaf.shape[1:])[:, ::-1].reshape(leaf.shape)
 
 
+def _draw_beta(key: jax.Array, alpha: float) -> jax.Array:
+    """Draws from Beta(alpha, alpha) by a table of its quantiles: no rejections, and so no loop on the device."""
+    quantiles = scipy.stats.beta.ppf(np.linspace(0, 1, _QUANTILES), alpha, alpha)
+    return jnp.interp(jax.random.uniform(key), jnp.linspace(0, 1, _QUANTILES), jnp.asarray(quantiles, jnp.float32))
+
+
 def _draw_box(key: jax.Array, share: jax.Array, height: int, width: int) -> jax.Array:
     """Returns 0 inside of a box with `1 - share` of the area, anywhere, cut off at the edges, and 1 around it."""
     side, corner = jnp.sqrt(1 - share), jax.random.uniform(key, (2,))
@@ -56,9 +66,9 @@ def _draw_share(key: jax.Array, data: DataConfig, height: int, width: int) -> ja
     which, share, where = jax.random.split(key, 3)
     blend = box = jnp.ones((height, width))
     if data.mixup:
-        blend = jnp.full((height, width), jax.random.beta(share, data.mixup, data.mixup))
+        blend = jnp.full((height, width), _draw_beta(share, data.mixup))
     if data.cutmix:
-        box = _draw_box(where, jax.random.beta(share, data.cutmix, data.cutmix), height, width)
+        box = _draw_box(where, _draw_beta(share, data.cutmix), height, width)
     return jnp.where(jax.random.bernoulli(which) if data.mixup and data.cutmix else bool(data.mixup), blend, box)
 
 
