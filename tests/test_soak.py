@@ -13,4 +13,4 @@ def test_killed_runs_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
     rows = [soak.disturb(tmp_path, f"run{index}", options, whole, loop_seconds) for index in range(5)]
     rows.append(soak.disturb(tmp_path, "asked", replace(options, signal="term"), whole, loop_seconds))
     assert [(row["equal"], row["lost"]) for row in rows] == [(1, 0)] * 6, rows
-    assert sum(row["during"] != "none" for row in rows) > 2, rows  # signals that came before the end
+    assert any(row["during"] != "the end" for row in rows), rows
