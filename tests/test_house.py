@@ -34,11 +34,12 @@ FLOORS = [
     ["presets", "workdir", "packing", "reducers", "checkpoint", "grouping", "timeline", "compiled"],
     ["backward", "zero", "planning", "buffers"],
     ["step", "forms", "audit", "figures"],
-    ["program", "explain_cost"],
-    ["compilation"],
+    ["program", "explain_cost", "interchange"],
+    ["compilation", "saved"],
+    ["evaluation"],
     ["loop", "explain_step"],
     ["replay", "start"],
-    ["train", "explain"],
+    ["train", "explain", "predict", "export"],
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name == "data" or path.name != "__init__.py")
@@ -78,6 +79,8 @@ def test_only_the_top_floor_and_the_records_print() -> None:
         "explain",
         "explain_step",
         "launch",
+        "predict",
+        "export",
         "records",
     }
 
@@ -127,7 +130,8 @@ def test_readme_names_the_two_commands_and_every_preset() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    extras = [name for extra in project["optional-dependencies"].values() for name in extra]
+    wanted = [*project["dependencies"], *extras]
     declared = {re.split(r"[\[<>=;]", name)[0] for name in wanted}
     own = {"trjax", "helpers", "", *(path.stem for path in (ROOT / "experiments").glob("*.py"))}
     names = {"sklearn": "scikit-learn", "tomli_w": "tomli-w", "PIL": "pillow"}

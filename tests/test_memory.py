@@ -58,4 +58,4 @@ def test_a_step_that_does_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) ->
     program = make_program(tiny_config(), make_mesh("0-1"), dense_chain())
     monkeypatch.setattr(memory, "present_bytes", lambda: 10_000)
     _, problem = attempt(lambda: compile_program(program))
-    assert problem.startswith("global_batch=24 on 2 of the CPU's devices: needs 0.0 GB")
+    assert problem.startswith("global_batch=24: needs 0.0 GB of memory on each of 2 cpu devices, which has 0.0; use a")

@@ -421,6 +421,43 @@ def test_the_model_of_the_readme_trains() -> None:
     assert lines("own")[-1]["split"] == "test"
 
 
+def test_a_run_is_evaluated_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--epochs", "1", "--workdir", "run", "--optim.ema-decay", "0.5", "--devices", "0-2"]) == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(["--workdir", "run", "--eval-only", "--devices", "0-1"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    for line, record, name in zip(said, lines("run")[-2:], ("parameters", "running means"), strict=True):
+        expected = f"step 3, {name}: loss {record['loss']:.4f}  top-1 {record['top1']:.2%}  top-5 {record['top5']:.2%}"
+        assert line == f"{expected} of 30 examples"
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert main(["--eval-only"]) == 2
+    assert "eval_only: which run? Pass its --workdir" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_everything_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--devices", "0-1", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for text in ("global_batch = 24", "2 collectives", "step ", "memory: 0.0", "G_FIRST_CONV", "launched after"):
+        assert text in out
+    assert list(Path().iterdir()) == []
+
+
+def test_a_device_that_runs_out_of_memory_says_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes.")
+
+    monkeypatch.setattr(train_module, "run_loop", full)
+    assert main([*TINY, "--epochs", "1", "--workdir", "run"]) == 1
+    error = capsys.readouterr().err
+    assert re.search(
+        r"out of memory: the step needs 0\.\d\d GB on each device, which has \d+\.\d\d; use a smaller", error
+    )
+    assert "--accumulate, or --reducer zero1" in error
+
+
 def test_what_is_said_at_the_end() -> None:
     summary = Summary(False, 7, None, (3, 0.5), Path("run"), 2.4)
     assert format_summary(summary).splitlines() == [

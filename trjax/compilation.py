@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trjax.memory import require_memory
+from trjax.memory import require_device
 from trjax.program import SMALLER, Program
 
 
@@ -43,17 +43,27 @@ def lower_step(program: Program, size: int = 0) -> Any:
     return step.lower(program.forms.shape, program.batch_shape, rates, votes)
 
 
+def needed_bytes(step: Any) -> int:
+    """Returns what a compiled step needs on a device: arguments, results in places of their own, all in between."""
+    memory = step.memory_analysis()
+    results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.argument_size_in_bytes + memory.temp_size_in_bytes + results_bytes)
+
+
 def _check_memory(program: Program, step: Any) -> None:
-    """Raises ValueError if a compiled step does not fit; a GPU says so itself."""
-    if program.mesh.devices.flat[0].platform == "cpu":
-        memory, own = step.memory_analysis(), len(program.mesh.local_devices)
-        results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes  # what does not replace an argument
-        batch = math.prod(program.batch_shape.labels.shape)
-        require_memory(
-            f"global_batch={batch} on {own} of the CPU's devices",
-            own * (memory.argument_size_in_bytes + memory.temp_size_in_bytes + results_bytes),
-            SMALLER,
-        )
+    """Raises ValueError if a compiled step does not fit."""
+    batch = math.prod(program.batch_shape.labels.shape)
+    require_device(f"global_batch={batch}", program.mesh, needed_bytes(step), SMALLER)
+
+
+def compile_evaluation(program: Program) -> Program:
+    """Returns the program with its evaluation compiled."""
+    state, batch, totals = program.forms.shape, program.eval_batch_shape, program.totals_shape
+    return replace(
+        program,
+        accumulate=program.accumulate.lower(totals, state.params, state.batch_stats, batch).compile(),
+        reduce_totals=program.reduce_totals.lower(totals).compile(),
+    )
 
 
 def compile_program(program: Program, sizes: Sequence[int] = (0,), maker: ThreadPoolExecutor | None = None) -> Program:
@@ -69,7 +79,6 @@ def compile_program(program: Program, sizes: Sequence[int] = (0,), maker: Thread
     Raises:
         ValueError: the first step does not fit into memory.
     """
-    state, batch, totals = program.forms.shape, program.eval_batch_shape, program.totals_shape
 
     def compile_step(size: int) -> Any:
         step = lower_step(program, size).compile()
@@ -80,10 +89,4 @@ def compile_program(program: Program, sizes: Sequence[int] = (0,), maker: Thread
     steps = {first: compile_step(first)}
     for size in others:
         steps[size] = Ahead(partial(compile_step, size), maker) if maker else compile_step(size)
-    return replace(
-        program,
-        train_step=steps.pop(0),
-        resized_steps=steps,
-        accumulate=program.accumulate.lower(totals, state.params, state.batch_stats, batch).compile(),
-        reduce_totals=program.reduce_totals.lower(totals).compile(),
-    )
+    return replace(compile_evaluation(program), train_step=steps.pop(0), resized_steps=steps)

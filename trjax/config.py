@@ -93,6 +93,8 @@ class Config:
     """The process ends, with the stack of every thread, when no step has finished for so long; 0: never."""
     log_every: int = 50
     """Steps between two training lines in the records; the end of an epoch always writes one."""
+    init_from: str = ""
+    """File of weights to start from, .safetensors or .pth, by torchvision's names; a head of another size stays."""
     workdir: str = ""
     """Folder of the run, resumed when it exists; empty: a new one under runs/."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -18,13 +18,15 @@ from trjax.config import Config
 from trjax.cost import Topology, make_machine, parse_topology
 from trjax.figures import draw_timeline
 from trjax.forms import conv_order_of
+from trjax.memory import device_bytes, require_device
 from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
 from trjax.options import nccl_settings, probe_options
 from trjax.plan import Plan
 from trjax.planning import compare_groupings, expect, machine_of
 from trjax.presets import parse_options
-from trjax.program import make_program, shape_run
+from trjax.program import SMALLER, make_program, shape_run
 from trjax.records import format_table
+from trjax.tables import config_to_toml
 from trjax.targets import CPU, compile_config, find_target
 
 _HONEST = (
@@ -193,6 +195,22 @@ def explain_step(arguments: Sequence[str]) -> int:
     prog, purpose = "python -m trjax.explain step", "Compile the train step and show what it holds."
     config, options = parse_options(arguments, prog, purpose, StepOptions())
     _check_outputs(options)
+    return _explain(config, options)
+
+
+def dry_run(config: Config) -> int:
+    """Prints a run's options, its plan, and what its step compiles to on the devices here; returns the exit code.
+
+    Raises:
+        ValueError: something cannot be: an option, the memory of the devices.
+    """
+    print(config_to_toml(config))
+    code = _explain(config, StepOptions(attached=True))
+    print(f"\n{format_plan(make_program(config, make_mesh(config.devices, config.hosts)).plan)}")
+    return code
+
+
+def _explain(config: Config, options: StepOptions) -> int:
     mesh = _prepare(config, options)
     machine = machine_of(mesh, config.link_gbytes)
     where = f"{machine.topology.hosts}x{machine.topology.gpus_per_host} {machine.target.name}"
@@ -204,7 +222,9 @@ def explain_step(arguments: Sequence[str]) -> int:
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"the step does not compile for {where}: {str(error).splitlines()[0]}") from error
     needed, present = compiled.argument_bytes + compiled.temp_bytes, machine.target.memory_bytes
-    if needed > present and not options.attached:
+    if options.attached:
+        require_device(f"global_batch={config.global_batch}", program.mesh, needed, SMALLER)
+    elif needed > present:
         raise ValueError(
             f"global_batch={config.global_batch} does not fit: the step needs {needed / 1e9:.0f} GB on each "
             f"{machine.target.name}, which has {present / 1e9:.0f}; use a smaller one or more devices"
@@ -213,7 +233,9 @@ def explain_step(arguments: Sequence[str]) -> int:
     found = audit(compiled, machine, config.global_batch, expected, probe_options(mesh, config.deterministic).dropped)
     groupings = compare_groupings(config, shape_run(config), machine, "OHWI")
     print("\n\n".join([title, format_audit(found), format_choice(groupings, config.reducer)]))
-    if not options.attached:
+    if options.attached:
+        print(f"memory: {needed / 1e9:.2f} GB on each device, where there are {device_bytes(mesh) / 1e9:.2f}")
+    else:
         print(_HONEST)
     _write(options, title, compiled, found)
     return 1 if options.strict and not found.ok else 0

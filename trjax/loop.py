@@ -13,15 +13,15 @@ import numpy as np
 
 from trjax.checkpoint import About, Checkpoints
 from trjax.config import Config
-from trjax.data.batches import Batch, epoch_order, eval_batches, train_batches
+from trjax.data.batches import Batch, epoch_order, train_batches
 from trjax.data.sources import Source
+from trjax.evaluation import evaluate_source
 from trjax.mesh import REPLICATED, place
 from trjax.plan import NUM_SCORES
 from trjax.processes import exchange
 from trjax.program import Program
 from trjax.records import Display, Meter, Record, Split, append_metrics, make_record
 from trjax.state import TrainState
-from trjax.step import init_totals
 
 BAD_STEP = "bad_step.json"
 """In the run's folder: the batch at which a run gave up."""
@@ -202,18 +202,21 @@ def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> f
     Returns:
         Top-1; None if it was interrupted, which needs no other process to agree.
     """
-    program, meters = run.program, dict[Split, Meter]()
+    meters = dict[Split, Meter]()
     models: dict[Split, tuple[Any, Any]] = {"test": (state.params, state.batch_stats)}
     if state.ema:
         models["ema"] = (state.ema["params"], state.ema["batch_stats"])
+
+    def goes_on() -> bool:
+        run.fed(step)
+        return not (run.alone and run.interrupted())
+
     for split, model in models.items():
-        meters[split], totals = Meter(), init_totals(program.mesh)
-        for batch in eval_batches(run.test_source, run.config.global_batch, program.eval_rows):
-            totals = program.accumulate(totals, *model, program.place(batch))
-            run.fed(step)
-            if run.alone and run.interrupted():
-                return None
-        meters[split].add(np.asarray(program.reduce_totals(totals), np.float64))
+        meters[split] = Meter()
+        scores = evaluate_source(run.program, run.test_source, run.config.global_batch, *model, goes_on)
+        if scores is None:
+            return None
+        meters[split].add(scores)
         meters[split].stop()
     records = {split: run.record(split, meter, step, learning_rate) for split, meter in meters.items()}
     return records["test"].top1

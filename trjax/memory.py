@@ -4,6 +4,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 _LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")  # of a container; its number, or the word max
 
 
@@ -13,6 +15,31 @@ def present_bytes() -> int:
     with suppress(OSError, ValueError):
         present = min(present, int(_LIMIT_FILE.read_text(encoding="ascii")))
     return present
+
+
+def device_bytes(mesh: Mesh) -> int:
+    """Returns the memory of each device of this process: what a GPU lets JAX have, or its part of this machine's."""
+    own = mesh.local_devices
+    stats = own[0].memory_stats() if own[0].platform != "cpu" else None
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else present_bytes() // len(own)
+
+
+def require_device(what: str, mesh: Mesh, needed_bytes: float, remedy: str) -> None:
+    """Refuses what needs more memory on each device than there is.
+
+    Args:
+        what: needs it, with the options that say how much.
+        mesh: the devices.
+        needed_bytes: on each of them, at least.
+        remedy: for the message.
+
+    Raises:
+        ValueError: there is less; says how much.
+    """
+    if needed_bytes > (present := device_bytes(mesh)):
+        devices = f"each of {len(mesh.local_devices)} {mesh.local_devices[0].device_kind} devices"
+        needed, has = needed_bytes / 1e9, present / 1e9
+        raise ValueError(f"{what}: needs {needed:,.1f} GB of memory on {devices}, which has {has:,.1f}; {remedy}")
 
 
 def require_memory(what: str, needed_bytes: float, remedy: str) -> None:

@@ -33,7 +33,7 @@ from trjax.zero import check_elementwise
 
 _MAX_STEPS = 10**8
 """Of a run: their learning rates, 0.4 GB, lie on every device."""
-SMALLER = "use a smaller batch, model or image, fewer devices, or --accumulate"
+SMALLER = "use a smaller batch, model or image, --accumulate, or --reducer zero1"
 """What to do where memory is too small."""
 
 

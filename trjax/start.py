@@ -4,18 +4,20 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from trjax.chain import Chain
 from trjax.checkpoint import About, Checkpoints, decode, encode
 from trjax.config import Config
 from trjax.data.sources import Source, describe, load
+from trjax.interchange import from_torch, read_weights
 from trjax.mesh import make_mesh, start_platform
 from trjax.options import nccl_settings
 from trjax.processes import broadcast, digest_code, exchange, find_hosts, process_index, require_same
@@ -52,7 +54,7 @@ class Start:
 
 def _facts(config: Config) -> dict[str, Any]:
     """Returns what the processes of a run must have in common before they start a platform."""
-    own = {"workdir", "data.root"}  # paths may differ from machine to machine
+    own = {"workdir", "data.root", "init_from"}  # paths may differ from machine to machine
     options = {name: value for name, value in flat_options(asdict(config)).items() if name not in own}
     return {"trjax's code": digest_code(), "jax": version("jax"), **options}
 
@@ -95,7 +97,26 @@ def _open_checkpoints(config: Config, workdir: Path, steps_per_epoch: int, warn:
     return checkpoints
 
 
-def _first_state(program: Program, checkpoints: Checkpoints | None) -> tuple[TrainState, int, bool]:
+def _initial_state(program: Program, init_from: str, warn: Callable[[str], None]) -> TrainState:
+    """Returns the state of a run that begins, arrays of the host: fresh, or with weights of a file."""
+    whole = program.forms.unload(program.forms.init())
+    state: TrainState = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), whole)
+    if not init_from:
+        return state
+    weights = read_weights(Path(init_from))
+    try:
+        params, batch_stats, stayed = from_torch(weights, state.params, state.batch_stats)
+    except ValueError as error:
+        raise ValueError(f"init_from={init_from}: {error}") from error
+    if stayed:
+        warn(f"{init_from} has no {', '.join(stayed)} of this size: these begin anew")
+    ema = {"params": params, "batch_stats": batch_stats} if state.ema else {}
+    return replace(state, params=params, batch_stats=batch_stats, ema=ema)
+
+
+def _first_state(
+    program: Program, checkpoints: Checkpoints | None, init_from: str, warn: Callable[[str], None]
+) -> tuple[TrainState, int, bool]:
     """Returns the state to go on from, its step, and whether it has been evaluated; process 0 sends it to all.
 
     It is the last checkpoint's, or a fresh one.
@@ -107,11 +128,11 @@ def _first_state(program: Program, checkpoints: Checkpoints | None) -> tuple[Tra
     due = last is not None and last.test_top1 is None and last.position["batch"] == 0
     step, evaluated = json.loads(exchange("step", json.dumps([last.step if last else -1, not due]))[0])
     data = checkpoints.read(step) if checkpoints and last else b""
-    if step < 0 and jax.process_count() == 1:
+    if step < 0 and jax.process_count() == 1 and not init_from:
         return forms.init(), 0, True
     if step < 0:
-        whole = forms.unload(forms.init())
-        data = encode(jax.tree.map(lambda leaf: leaf.addressable_data(0), whole), About(0, {}, {}, None))
+        state = _initial_state(program, init_from if checkpoints else "", warn)  # process 0 alone reads the file
+        data = encode(state, About(0, {}, {}, None))
     where = f"the checkpoint in {checkpoints.folder}" if checkpoints else "the state of process 0"
     return forms.load(decode(broadcast(data), forms.saved_shape, where)), max(step, 0), evaluated
 
@@ -143,7 +164,7 @@ def start_run(
     require_same("plan", {"the plan": plan, "training and test examples": sizes, "devices": jax.local_device_count()})
     if process_index():
         workdir = Path(exchange("workdir", "")[0])
-        yield Start(workdir, program, train_source, test_source, None, *_first_state(program, None))
+        yield Start(workdir, program, train_source, test_source, None, *_first_state(program, None, "", warn))
         return
     workdir = open_workdir(config)
     with (
@@ -152,7 +173,7 @@ def start_run(
     ):
         write_config(config, workdir)
         exchange("workdir", str(workdir))
-        state, step, evaluated = _first_state(program, checkpoints)
+        state, step, evaluated = _first_state(program, checkpoints, config.init_from, warn)
         if aside := trim_metrics(workdir / "metrics.jsonl", step):
             warn(f"metrics.jsonl held more than the records of a run; all of it is kept as {aside}")
         yield Start(workdir, program, train_source, test_source, checkpoints, state, step, evaluated)

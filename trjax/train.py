@@ -15,20 +15,28 @@ import optax
 import tyro
 
 from trjax.chain import Chain
-from trjax.compilation import compile_program
+from trjax.compilation import compile_program, needed_bytes
 from trjax.config import Config
+from trjax.evaluation import evaluate_run
+from trjax.explain_step import dry_run
 from trjax.interrupts import STOPPED, catch_interrupts
 from trjax.loop import BadNumbersError, Run, run_loop
+from trjax.memory import device_bytes
 from trjax.optim import make_learning_rates
 from trjax.options import probe_options
 from trjax.presets import parse_options
 from trjax.processes import Processes, announce_failure, exchange, join_processes, leave, process_index
+from trjax.program import SMALLER
 from trjax.records import Display, open_display
 from trjax.replay import format_findings, replay
 from trjax.start import Start, start_run
 from trjax.watchdog import watch
 
 FILES, MISTAKE, BAD_NUMBERS = 1, 2, 3
+
+
+class OutOfDeviceMemoryError(Exception):
+    """A device has less memory than a run needs."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,10 @@ class Options:
     processes: Annotated[Processes, tyro.conf.arg(name="")] = field(default_factory=Processes)
     replay_step: bool = False
     """Do the step again at which the run in --workdir gave up, op by op on the CPU, and say where it goes wrong."""
+    eval_only: bool = False
+    """Evaluate the last checkpoint of the run in --workdir, and do nothing else."""
+    dry_run: bool = False
+    """Print the options, the plan and what the step compiles to on these devices, and stop before the first step."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,17 @@ def _train(
             alone=alone,
             fed=fed,
         )
-        return run_loop(run, start.state, start.step, start.evaluated)
+        try:
+            return run_loop(run, start.state, start.step, start.evaluated)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            needed, present = (
+                number / 1e9 for number in (needed_bytes(compiled.train_step), device_bytes(program.mesh))
+            )
+            raise OutOfDeviceMemoryError(
+                f"out of memory: the step needs {needed:.2f} GB on each device, which has {present:.2f}; {SMALLER}"
+            ) from error
 
 
 def train(
@@ -118,6 +140,7 @@ def train(
         ValueError: something the user gave cannot be; says what, the rule and the remedy.
         BadNumbersError: gradients were not finite, too often.
         OSError: the run's folder can no longer be written to.
+        OutOfDeviceMemoryError: the step does not fit; says what it needs.
     """
     started, warnings, ready = time.perf_counter(), list[str](), False
     join_processes(processes)
@@ -187,6 +210,11 @@ def main(arguments: Sequence[str]) -> int:
         if own.replay_step:
             _tell(format_findings(replay(config)), sys.stdout)
             return 0
+        if own.eval_only:
+            _tell("\n".join(evaluate_run(config)), sys.stdout)
+            return 0
+        if own.dry_run:
+            return dry_run(config)
         summary = train(config, processes=own.processes)
     except ValueError as error:
         _tell(f"error: {error}", sys.stderr)
@@ -194,7 +222,11 @@ def main(arguments: Sequence[str]) -> int:
     except BadNumbersError as error:
         _tell(f"error: {error}", sys.stderr)
         return BAD_NUMBERS
-    except (OSError, jax.errors.JaxRuntimeError) as error:  # a full disk, a folder or a process that went away
+    except (
+        OSError,
+        jax.errors.JaxRuntimeError,
+        OutOfDeviceMemoryError,
+    ) as error:  # a full disk, a folder or a process that went away
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         _tell(f"error: {reason}; checkpoints are as they were", sys.stderr)
         return FILES

@@ -1,0 +1,209 @@
+"""Weights and whole networks for other programs, and back."""
+
+import pickle
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import DATA, spread, tiny_config
+from jax import export as jax_export
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+from trjax import export, predict
+from trjax.chain import evaluate_chain, init_chain
+from trjax.config import ModelConfig
+from trjax.data.augment import normalise
+from trjax.data.sources import load
+from trjax.interchange import from_torch, read_weights, to_torch, torch_name
+from trjax.plan import name_leaves
+from trjax.resnet import make_resnet
+from trjax.saved import open_model
+from trjax.train import main, train
+
+RUN = replace(tiny_config(epochs=1), model=ModelConfig(arch="resnet8", width=4), devices="0-1", workdir="run")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert train(replace(RUN, workdir=str(folder), optim=replace(RUN.optim, ema_decay=0.5))).finished
+    return folder
+
+
+def weights(arch: str, seed: int = 0, **options: Any) -> Any:
+    chain = make_resnet(arch, num_classes=10, width=4, **options)
+    params, batch_stats = init_chain(chain, jax.random.key(seed), (32, 32, 3))
+    return chain, spread(params), spread(batch_stats, 1)
+
+
+NAMES = {
+    "stem/layer/conv/kernel": "conv1.weight",
+    "stem/layer/norm/scale": "bn1.weight",
+    "stage1_block1/layer1/conv/kernel": "layer1.0.conv1.weight",
+    "stage3_block6/layer3/norm/running_var": "layer3.5.bn3.running_var",
+    "stage2_block1/shortcut/conv/kernel": "layer2.0.downsample.0.weight",
+    "stage2_block1/shortcut/norm/bias": "layer2.0.downsample.1.bias",
+    "head/fc/kernel": "fc.weight",
+    "head/fc/bias": "fc.bias",
+}
+
+
+def test_names_are_those_of_torchvision() -> None:
+    assert {name: torch_name(name) for name in NAMES} == NAMES
+    for arch in ("resnet18", "resnet50"):
+        _, params, batch_stats = weights(arch)
+        names = to_torch(params, batch_stats)
+        assert len(names) == len(jax.tree.leaves((params, batch_stats)))
+        assert all(
+            re.fullmatch(r"(layer\d\.\d+\.(conv\d|bn\d|downsample\.[01])|conv1|bn1|fc)\.\w+", name) for name in names
+        )
+
+
+@pytest.mark.parametrize("name", ["own/kernel", "stage1_block1/kernel", "stem/layer/conv/strange"])
+def test_other_models_have_no_names_there(name: str) -> None:
+    with pytest.raises(ValueError, match="has no counterpart in torchvision's ResNets"):
+        torch_name(name)
+
+
+def test_there_and_back_is_nothing() -> None:
+    _, params, batch_stats = weights("resnet50")
+    arrays = to_torch(params, batch_stats)
+    assert arrays["conv1.weight"].shape == (4, 3, 7, 7)
+    assert arrays["fc.weight"].shape == (10, 128)
+    _, fresh, fresh_stats = weights("resnet50", seed=1)
+    back, stats, stayed = from_torch({**arrays, "bn1.num_batches_tracked": np.zeros(())}, fresh, fresh_stats)
+    assert stayed == ()
+    jax.tree.map(np.testing.assert_array_equal, (back, stats), (params, batch_stats))
+
+
+def test_a_head_of_another_size_stays_and_anything_else_is_named() -> None:
+    _, params, batch_stats = weights("resnet18")
+    arrays = to_torch(params, batch_stats)
+    other = {**arrays, "fc.weight": np.zeros((7, 32), np.float32), "fc.bias": np.zeros(7, np.float32)}
+    _, fresh, fresh_stats = weights("resnet18", seed=1)
+    back, _, stayed = from_torch(other, fresh, fresh_stats)
+    assert set(stayed) == {"head/fc/kernel", "head/fc/bias"}
+    np.testing.assert_array_equal(back["head"]["fc"]["kernel"], fresh["head"]["fc"]["kernel"])
+    np.testing.assert_array_equal(back["stem"]["layer"]["conv"]["kernel"], params["stem"]["layer"]["conv"]["kernel"])
+    fewer = {name: leaf for name, leaf in arrays.items() if name != "conv1.weight"}
+    message = r"of another model: .*(extra\.weight is not of|conv1\.weight .* is missing)"
+    for wrong in ({**arrays, "extra.weight": np.zeros(1)}, fewer):
+        with pytest.raises(ValueError, match=message):
+            from_torch(wrong, fresh, fresh_stats)
+
+
+def test_pytorch_computes_the_same_logits() -> None:
+    """Where torch and torchvision are there: an optional check."""
+    torch, models = pytest.importorskip("torch"), pytest.importorskip("torchvision.models")
+    for arch in ("resnet18", "resnet50"):
+        chain = make_resnet(arch, num_classes=10)
+        params, batch_stats = init_chain(chain, jax.random.key(0), (64, 64, 3))
+        params, batch_stats = jax.tree.map(lambda leaf: leaf * 0.5 if leaf.ndim > 1 else leaf, params), batch_stats
+        theirs = getattr(models, arch)(num_classes=10)
+        arrays = {name: torch.from_numpy(array.copy()) for name, array in to_torch(params, batch_stats).items()}
+        missing = theirs.load_state_dict(arrays, strict=False)
+        assert (missing.unexpected_keys, {name.rpartition(".")[2] for name in missing.missing_keys}) == (
+            [], {"num_batches_tracked"},
+        )  # fmt: skip
+        images = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype(np.float32)
+        with torch.no_grad():
+            expected = theirs.eval()(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).numpy()
+        found = evaluate_chain(chain, params, batch_stats, jnp.asarray(images))
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_an_export_holds_the_running_means_and_starts_another_run(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main([str(trained), "--out", "model.safetensors"]) == 0
+    assert "resnet8 at step 5, running means" in capsys.readouterr().out
+    model, raw = open_model(trained), open_model(trained, "last", raw=True)
+    arrays = load_file("model.safetensors")
+    expected = to_torch(model.params, model.batch_stats)
+    assert arrays.keys() == expected.keys()
+    assert all(np.array_equal(arrays[name], expected[name]) for name in arrays)
+    assert np.abs(arrays["conv1.weight"] - to_torch(raw.params, raw.batch_stats)["conv1.weight"]).max() > 1e-5
+
+    # A rate next to nothing: what it starts from is what it ends with.
+    slow = replace(RUN, workdir="slow", init_from="model.safetensors", optim=replace(RUN.optim, learning_rate=1e-30))
+    train(slow)
+    tuned = open_model(Path("slow"), "last")
+    jax.tree.map(np.testing.assert_array_equal, tuned.params, model.params)
+    fewer = replace(slow, workdir="fewer", data=replace(DATA, num_classes=7))
+    train(fewer)
+    assert "has no head/fc/bias, head/fc/kernel of this size: these begin anew" in capsys.readouterr().out
+    assert name_leaves(open_model(Path("fewer")).params)["head/fc/kernel"].shape == (16, 7)
+
+
+def test_the_exported_network_computes_what_an_evaluation_does(trained: Path) -> None:
+    assert export.main([str(trained), "--format", "stablehlo", "--out", "net"]) == 0
+    network = jax_export.deserialize(bytearray(Path("net").read_bytes()))
+    model = open_model(trained)
+    images, _ = load(RUN.data)[1].read(np.arange(5))
+    expected = evaluate_chain(
+        model.program.recipe.chain, model.params, model.batch_stats, normalise(jnp.asarray(images), model.spec)
+    )
+    np.testing.assert_allclose(network.call(images), expected, atol=1e-5)
+    np.testing.assert_allclose(network.call(images[:2]), expected[:2], atol=1e-5)
+    assert set(network.platforms) == {"cpu", "cuda"}
+
+
+def test_pictures_are_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, _ = load(RUN.data)[1].read(np.arange(1))
+    Image.fromarray(images[0]).resize((16, 16), Image.Resampling.NEAREST).save("big.png")
+    Image.new("L", (5, 40), 100).save("tall.png")
+    assert predict.main([str(trained), "big.png", "tall.png", "--top", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["image", "big.png", "big.png", "tall.png", "tall.png"]
+    assert all(re.search(r"class \d +\d+\.\d\d%$", line) for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (predict, ["nowhere", "a.png"], "nowhere holds no run"),
+        (predict, ["RUN", "text.png"], "text.png is no picture that Pillow can read"),
+        (predict, ["RUN", "missing.png"], "No such file"),
+        (predict, ["RUN", "text.png", "--top", "0"], "top=0, 1 images"),
+        (export, ["nowhere"], "nowhere holds no run"),
+        (export, ["empty"], "empty holds no checkpoint yet"),
+        (export, ["RUN", "--out", "no/folder/x"], "No such file"),
+    ],
+)
+def test_mistakes_are_one_line(
+    command: Any, arguments: list[str], message: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("text.png").write_text("no picture")
+    Path("empty").mkdir()
+    shutil.copy(trained / "config.toml", "empty")
+    assert command.main([str(trained) if argument == "RUN" else argument for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+class _Malicious:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("owned"),))
+
+
+def test_files_that_are_no_weights_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("x.safetensors").write_bytes(b"nothing")
+    Path("x.pth").write_bytes(pickle.dumps(_Malicious()))
+    Path("x.txt").touch()
+    for name in ("x.safetensors", "x.pth", "x.txt", "missing.safetensors"):
+        with pytest.raises(ValueError, match=f"init_from={name}: "):
+            read_weights(Path(name))
+    assert not Path("owned").exists()
+    save_file({"other": np.zeros(1, np.float32)}, "y.safetensors")
+    options = ["--data.source", "synthetic", "--model.width", "4", "--epochs", "1", "--optim.warmup-epochs", "0"]
+    assert main([*options, "--platform", "cpu", "--devices", "0-1", "--init-from", "y.safetensors"]) == 2
+    assert "init_from=y.safetensors: it is of another model: " in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""Every example of a source scored once; and `--eval-only`, for the model of a run that has been."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trjax.compilation import compile_evaluation
+from trjax.config import Config
+from trjax.data.batches import eval_batches
+from trjax.data.sources import Source, load
+from trjax.program import Program
+from trjax.saved import Which, open_model
+from trjax.step import init_totals
+
+
+def evaluate_source(
+    program: Program,
+    source: Source,
+    global_batch: int,
+    params: Any,
+    batch_stats: Any,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> np.ndarray | None:
+    """Returns the scores of all examples of a source, summed, float64, shape (4,).
+
+    Args:
+        program: compiled; this process's part of every batch is read.
+        source: of the examples.
+        global_batch: examples of a batch; the last one is padded.
+        params: on the devices.
+        batch_stats: likewise.
+        goes_on: asked after every batch; after a no there are no scores.
+    """
+    totals = init_totals(program.mesh)
+    for batch in eval_batches(source, global_batch, program.eval_rows):
+        totals = program.accumulate(totals, params, batch_stats, program.place(batch))
+        if not goes_on():
+            return None
+    return np.asarray(program.reduce_totals(totals), np.float64)
+
+
+def evaluate_run(config: Config, which: Which = "last") -> list[str]:
+    """Evaluates a run's model, and its running means if it keeps them, on the devices named; changes nothing there.
+
+    Returns:
+        A line for each.
+
+    Raises:
+        ValueError: there is no such run.
+    """
+    if not config.workdir:
+        raise ValueError("eval_only: which run? Pass its --workdir")
+    lines = []
+    for raw in (True, False):
+        model = open_model(Path(config.workdir), which, raw, config.platform, config.devices)
+        if not raw and not model.is_mean:
+            break
+        source = load(replace(model.config.data, root=config.data.root))[1]
+        program = compile_evaluation(model.program)
+        placed = jax.device_put((model.params, model.batch_stats), (
+            program.forms.formats.params, program.forms.formats.batch_stats))  # fmt: skip
+        scores = evaluate_source(program, source, model.config.global_batch, *placed)
+        assert scores is not None
+        loss, top1, top5 = scores[:3] / scores[3]
+        name = "running means" if model.is_mean else "parameters"
+        numbers = f"loss {loss:.4f}  top-1 {top1:.2%}  top-5 {top5:.2%}"
+        lines.append(f"step {model.step}, {name}: {numbers} of {scores[3]:,.0f} examples")
+    return lines

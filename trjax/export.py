@@ -1,0 +1,80 @@
+"""`python -m trjax.export RUN --format FORMAT`: a trained model for other programs."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import numpy as np
+import tyro
+from jax import export as jax_export
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from trjax.interchange import to_torch
+from trjax.saved import SavedModel, Which, open_model, predict
+
+_ENDINGS = {"safetensors": "safetensors", "torchvision": "pth", "stablehlo": "stablehlo"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write a run's model to a file that other programs read."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run."""
+    format: Literal["safetensors", "torchvision", "stablehlo"] = "safetensors"
+    """Safetensors: arrays by the names that torchvision and timm use; torchvision: the same as a PyTorch state dict
+    (needs torch); stablehlo: the whole network from uint8 pixels to logits, BatchNorm folded, for `jax.export`."""
+    out: str = ""
+    """File to write; empty: model.<ending> in the run's folder."""
+    checkpoint: Which = "best"
+    """Which one of the run."""
+    raw: bool = False
+    """The last parameters, also where the run keeps running means."""
+
+
+def export_stablehlo(model: SavedModel) -> bytes:
+    """Returns the serialised network, for any number of images, on CPU and GPU, for `jax.export.deserialize`."""
+    (examples,) = jax_export.symbolic_shape("examples")
+    images = jax.ShapeDtypeStruct((examples, *model.spec.image_shape), np.uint8)
+    network = jax.jit(lambda images: predict(model, images))
+    return bytes(jax_export.export(network, platforms=("cpu", "cuda"))(images).serialize())
+
+
+def _save_torch(model: SavedModel, path: Path) -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise ValueError("format=torchvision needs PyTorch: python3 -m pip install torch") from error
+    arrays = to_torch(model.params, model.batch_stats)
+    torch.save({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, path)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code: 0, or 2 for a mistake."""
+    options = tyro.cli(Options, prog="python -m trjax.export", args=list(arguments))
+    try:
+        model = open_model(options.run, options.checkpoint, options.raw)
+        path = Path(options.out) if options.out else options.run / f"model.{_ENDINGS[options.format]}"
+        partial = path.with_name(f"{path.name}.partial")
+        if options.format == "safetensors":
+            about = {"step": str(model.step), "arch": model.config.model.arch, "preset": model.config.preset}
+            save_file(to_torch(model.params, model.batch_stats), partial, about)
+        elif options.format == "torchvision":
+            _save_torch(model, partial)
+        else:
+            partial.write_bytes(export_stablehlo(model))
+        partial.replace(path)
+    except (ValueError, OSError, SafetensorError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    means = ", running means" if model.is_mean else ""
+    print(f"{path}: {model.config.model.arch} at step {model.step}{means}, {path.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""`python -m trjax.predict RUN IMAGE ...`: what a trained model sees in pictures."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import numpy as np
+import tyro
+from PIL import Image, UnidentifiedImageError
+
+from trjax.data.names import class_names
+from trjax.records import format_table
+from trjax.saved import Which, open_model, predict, top_classes
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Print the classes that a run's model finds most likely for each image."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run."""
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Pictures, in any format that Pillow reads."""
+    checkpoint: Which = "best"
+    """Which one of the run."""
+    raw: bool = False
+    """The last parameters, also where the run keeps running means."""
+    top: int = 5
+    """Classes to print."""
+
+
+def read_image(path: Path, image_shape: tuple[int, int, int]) -> np.ndarray:
+    """Returns a picture as a model wants it: its shorter side resized, the middle cut out; uint8.
+
+    Raises:
+        ValueError: it is no picture.
+        OSError: it cannot be read.
+    """
+    height, width, channels = image_shape
+    if channels not in _MODES:
+        raise ValueError(f"{path}: the model wants images of {channels} channels, which no picture has")
+    try:
+        with Image.open(path) as opened:
+            picture = opened.convert(_MODES[channels])
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{path} is no picture that Pillow can read") from error
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{path}: {error}") from error
+    scale = max(height / picture.height, width / picture.width)
+    size = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
+    picture = picture.resize(size, Image.Resampling.BILINEAR)
+    left, upper = (size[0] - width) // 2, (size[1] - height) // 2
+    pixels = np.asarray(picture.crop((left, upper, left + width, upper + height)))
+    return pixels.reshape(height, width, channels)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code: 0, or 2 for a mistake."""
+    options = tyro.cli(Options, prog="python -m trjax.predict", args=list(arguments))
+    try:
+        if options.top < 1 or not options.images:
+            raise ValueError(f"top={options.top}, {len(options.images)} images: there must be at least one of both")
+        model = open_model(options.run, options.checkpoint, options.raw)
+        names, rows = class_names(model.config.data, model.spec.num_classes), []
+        images = np.stack([read_image(path, model.spec.image_shape) for path in options.images])
+        logits = np.asarray(jax.jit(lambda images: predict(model, images))(images))
+        for path, own in zip(options.images, logits, strict=True):
+            for index, share in top_classes(own, options.top):
+                rows.append([str(path), names[index], f"{share:.2%}"])
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(format_table(["image", "class", "probability"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
