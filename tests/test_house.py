@@ -39,7 +39,7 @@ FLOORS = [
     ["evaluation"],
     ["loop", "explain_step"],
     ["replay", "start"],
-    ["train", "explain", "predict", "export"],
+    ["train", "explain", "predict", "export", "report"],
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name == "data" or path.name != "__init__.py")
@@ -81,6 +81,7 @@ def test_only_the_top_floor_and_the_records_print() -> None:
         "launch",
         "predict",
         "export",
+        "report",
         "records",
     }
 

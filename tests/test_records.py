@@ -1,4 +1,6 @@
 import json
+import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -6,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboardX.proto.event_pb2 import Event
 
-from trjax.records import append_metrics, make_record, trim_metrics
+from trjax.records import Record, append_metrics, make_record, open_board, trim_metrics
 
 pytestmark = pytest.mark.fast
 
@@ -107,3 +110,30 @@ def test_what_is_appended_is_kept_up_to_its_step() -> None:
     assert trim(first + second, 1) == (first, None)
     for cut in range(len(second) - 1):
         assert trim(first + second[:cut], 9) == (first, None)
+
+
+def events(folder: Path) -> list[tuple[str, int, float]]:
+    """What TensorBoard finds: length, its checksum, an event, its checksum, and so on."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            data = data[16 + length :]
+    return found
+
+
+def test_tensorboard_gets_every_record(tmp_path: Path) -> None:
+    record = Record("train", 1, 5, 0.5, 0.25, 0.75, 100, 0, 0.1, 1000.0, 1.0)
+    with open_board(tmp_path / "board", 0) as write:
+        write(record)
+        write(replace(record, split="test", step=7))
+    names = ("loss", "top1", "top5", "images_per_second")
+    values = (0.5, 0.25, 0.75, 1000.0)
+    train = [(f"train/{name}", 5, value) for name, value in zip(names, values, strict=True)]
+    test = [(f"test/{name}", 7, value) for name, value in zip(names, values, strict=True)]
+    assert events(tmp_path / "board") == [*train, ("train/learning_rate", 5, pytest.approx(0.1)), *test]
+    with open_board(None, 0) as write:
+        write(record)

@@ -91,6 +91,8 @@ class Config:
     """Steps in a row whose gradients are not finite, and which change nothing, before the run gives up; 0: never."""
     watchdog_seconds: float = 1800.0
     """The process ends, with the stack of every thread, when no step has finished for so long; 0: never."""
+    tensorboard: bool = False
+    """Write the records for TensorBoard too, to tensorboard/ in the run's folder."""
     log_every: int = 50
     """Steps between two training lines in the records; the end of an epoch always writes one."""
     init_from: str = ""

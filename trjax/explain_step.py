@@ -210,7 +210,36 @@ def dry_run(config: Config) -> int:
     return code
 
 
-def _explain(config: Config, options: StepOptions) -> int:
+@dataclass(frozen=True)
+class Examined:
+    """What a run's step compiles to.
+
+    Attributes:
+        title: the run, and what its step was compiled for.
+        mesh: these devices.
+        compiled: the program.
+        audit: what it holds.
+        groupings: what other ways of grouping would cost.
+    """
+
+    title: str
+    mesh: Mesh
+    compiled: Compiled
+    audit: Audit
+    groupings: Mapping[str, tuple[Plan, float | None]]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that the step needs on each device."""
+        return self.compiled.argument_bytes + self.compiled.temp_bytes
+
+
+def examine(config: Config, options: StepOptions) -> Examined:
+    """Compiles a run's step for what the options name, and reads the program.
+
+    Raises:
+        ValueError: it does not compile, or does not fit.
+    """
     mesh = _prepare(config, options)
     machine = machine_of(mesh, config.link_gbytes)
     where = f"{machine.topology.hosts}x{machine.topology.gpus_per_host} {machine.target.name}"
@@ -221,21 +250,28 @@ def _explain(config: Config, options: StepOptions) -> int:
         compiled = compile_lowered(lower_step(program))
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"the step does not compile for {where}: {str(error).splitlines()[0]}") from error
-    needed, present = compiled.argument_bytes + compiled.temp_bytes, machine.target.memory_bytes
-    if options.attached:
-        require_device(f"global_batch={config.global_batch}", program.mesh, needed, SMALLER)
-    elif needed > present:
-        raise ValueError(
-            f"global_batch={config.global_batch} does not fit: the step needs {needed / 1e9:.0f} GB on each "
-            f"{machine.target.name}, which has {present / 1e9:.0f}; use a smaller one or more devices"
-        )
-    expected = expect(config, program.plan, machine.topology)
-    found = audit(compiled, machine, config.global_batch, expected, probe_options(mesh, config.deterministic).dropped)
+    dropped = probe_options(mesh, config.deterministic).dropped
+    found = audit(compiled, machine, config.global_batch, expect(config, program.plan, machine.topology), dropped)
     groupings = compare_groupings(config, shape_run(config), machine, "OHWI")
-    print("\n\n".join([title, format_audit(found), format_choice(groupings, config.reducer)]))
+    examined = Examined(title, mesh, compiled, found, groupings)
+    present = machine.target.memory_bytes
     if options.attached:
-        print(f"memory: {needed / 1e9:.2f} GB on each device, where there are {device_bytes(mesh) / 1e9:.2f}")
+        require_device(f"global_batch={config.global_batch}", mesh, examined.needed_bytes, SMALLER)
+    elif examined.needed_bytes > present:
+        raise ValueError(
+            f"global_batch={config.global_batch} does not fit: the step needs {examined.needed_bytes / 1e9:.0f} GB on "
+            f"each {machine.target.name}, which has {present / 1e9:.0f}; use a smaller one or more devices"
+        )
+    return examined
+
+
+def _explain(config: Config, options: StepOptions) -> int:
+    found = examine(config, options)
+    print("\n\n".join([found.title, format_audit(found.audit), format_choice(found.groupings, config.reducer)]))
+    if options.attached:
+        needed, present = found.needed_bytes / 1e9, device_bytes(found.mesh) / 1e9
+        print(f"memory: {needed:.2f} GB on each device, where there are {present:.2f}")
     else:
         print(_HONEST)
-    _write(options, title, compiled, found)
-    return 1 if options.strict and not found.ok else 0
+    _write(options, found.title, found.compiled, found.audit)
+    return 1 if options.strict and not found.audit.ok else 0

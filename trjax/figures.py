@@ -39,17 +39,12 @@ def _draw_lanes(axes: Axes, timeline: Timeline, colors: dict[str, tuple[float, .
     axes.set_ylim(-0.6, 1.6)
 
 
-def draw_timeline(path: str | Path, title: str, timeline: Timeline) -> None:
+def make_timeline(title: str, timeline: Timeline) -> Figure:
     """Draws a replayed step as two lanes, and below it once more the part in which it communicates.
 
     Args:
-        path: of the picture; the ending names the format.
         title: what was compiled for what.
         timeline: of `timeline.replay`.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: its ending names no format.
     """
     spans = [communication.span for communication in timeline.communications]
     step_ms = timeline.step_seconds * 1e3
@@ -71,4 +66,19 @@ def draw_timeline(path: str | Path, title: str, timeline: Timeline) -> None:
     legend.append(Patch(facecolor="white", edgecolor=_EXPOSED, hatch="////",
                         label=f"exposed: {timeline.exposed_seconds * 1e3:.2f} ms"))  # fmt: skip
     figure.legend(handles=legend, loc="outside lower center", ncols=min(len(legend), 7))
-    figure.savefig(path, dpi=150)
+    return figure
+
+
+def draw_timeline(path: str | Path, title: str, timeline: Timeline) -> None:
+    """Writes the picture of a replayed step.
+
+    Args:
+        path: of the picture; the ending names the format.
+        title: what was compiled for what.
+        timeline: of `timeline.replay`.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: its ending names no format.
+    """
+    make_timeline(title, timeline).savefig(path, dpi=150)

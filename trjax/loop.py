@@ -44,6 +44,7 @@ class Run:
         learning_rates: of every update, float32.
         checkpoints: of the run; None on all processes but the first, which alone writes.
         display: for the console.
+        board: for TensorBoard.
         started: when, `time.perf_counter`.
         interrupted: tells whether this process is to stop.
         alone: there is no other process.
@@ -58,6 +59,7 @@ class Run:
     learning_rates: np.ndarray
     checkpoints: Checkpoints | None
     display: Display
+    board: Callable[[Record], None]
     started: float
     interrupted: Callable[[], bool]
     alone: bool
@@ -88,6 +90,7 @@ class Run:
         meter.restart()
         if self.checkpoints is not None:
             append_metrics(self.workdir / "metrics.jsonl", record)
+            self.board(record)
         self.display.record(record)
         return record
 

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -142,6 +142,21 @@ def trim_metrics(path: Path, step: int) -> Path | None:
     return aside
 
 
+def read_metrics(path: Path) -> list[Record]:
+    """Returns the lines of `metrics.jsonl`, in order; what is no line of a run is passed over.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    records = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        if _step_of(line) is not None:
+            with suppress(TypeError):  # of another version
+                values: Any = {key: math.nan if value is None else value for key, value in json.loads(line).items()}
+                records.append(Record(**values))
+    return records
+
+
 def append_metrics(path: Path, record: Record) -> None:
     """Appends one line; it is in the file when this returns. A loss that is not finite becomes null."""
     finite = {
@@ -150,6 +165,28 @@ def append_metrics(path: Path, record: Record) -> None:
     }
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+
+@contextmanager
+def open_board(folder: Path | None, step: int) -> Iterator[Callable[[Record], None]]:
+    """Gives a function that writes a record for TensorBoard; of steps behind `step`, what is there is void.
+
+    Args:
+        folder: for its files; None: nothing is written.
+        step: at which the run goes on.
+    """
+    if folder is None:
+        yield lambda record: None
+        return
+    from tensorboardX import SummaryWriter  # not quick to import, and seldom asked for
+
+    def write(record: Record) -> None:
+        names = ["loss", "top1", "top5", "images_per_second"]
+        for name in [*names, "learning_rate"] if record.split == "train" else names:
+            writer.add_scalar(f"{record.split}/{name}", getattr(record, name), record.step)
+
+    with SummaryWriter(str(folder), purge_step=step + 1, flush_secs=10) as writer:
+        yield write
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

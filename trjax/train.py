@@ -27,7 +27,7 @@ from trjax.options import probe_options
 from trjax.presets import parse_options
 from trjax.processes import Processes, announce_failure, exchange, join_processes, leave, process_index
 from trjax.program import SMALLER
-from trjax.records import Display, open_display
+from trjax.records import Display, open_board, open_display
 from trjax.replay import format_findings, replay
 from trjax.start import Start, start_run
 from trjax.watchdog import watch
@@ -87,11 +87,13 @@ def _train(
     display.say("compiling ...")
     rates = make_learning_rates(config.optim, config.epochs, program.steps_per_epoch, config.global_batch)
     process, alone = process_index(), jax.process_count() == 1
+    board = start.workdir / "tensorboard" if config.tensorboard and start.checkpoints else None
     maker = ThreadPoolExecutor(1, "compile")
     compiled = compile_program(program, config.data.sizes_from(start.step // program.steps_per_epoch), maker)
     exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
     with (
         watch(config.watchdog_seconds, process, start.workdir / f"watchdog{process}.log") as fed,
+        open_board(board, start.step) as write,
         ExitStack() as leaving,
     ):
         leaving.callback(maker.shutdown, cancel_futures=True)
@@ -104,6 +106,7 @@ def _train(
             learning_rates=rates,
             checkpoints=start.checkpoints,
             display=display,
+            board=write,
             started=started,
             interrupted=interrupted,
             alone=alone,

@@ -1,0 +1,214 @@
+"""`python -m trjax.report RUN ...`: what runs came to, on one page of its own."""
+
+import csv
+import html
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trjax.config import Config
+from trjax.explain_step import StepOptions, examine, format_audit
+from trjax.figures import make_timeline
+from trjax.records import Record, read_metrics
+from trjax.tables import config_from_table, read_table
+from trjax.workdir import flat_options
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .25rem .7rem; border-bottom: 1px solid #ddd; }
+th { text-align: left; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+pre { overflow-x: auto; background: #f6f6f6; padding: .8rem; font-size: 12px; } svg { max-width: 100%; height: auto; }
+"""
+_LINES = {"train": "-", "test": "--", "ema": ":"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write a page about one run, or several side by side: curves, throughput, options, what the step compiles to."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Their folders."""
+    out: str = ""
+    """The page; empty: report.html in the first run's folder."""
+    csv: str = ""
+    """File for all records of all runs."""
+    target: str = "h100"
+    """GPU to compile each run's step for; empty: nothing is compiled."""
+    topology: str = "1x8"
+    """HOSTSxGPUS."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run.
+
+    Attributes:
+        name: of its folder.
+        config: its options.
+        records: its lines.
+    """
+
+    name: str
+    config: Config
+    records: list[Record]
+
+    def of(self, split: str) -> list[Record]:
+        """Returns the lines of one kind."""
+        return [record for record in self.records if record.split == split]
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run's options and records.
+
+    Raises:
+        ValueError: there is no run, or nothing recorded of it.
+    """
+    if not (folder / "config.toml").is_file():
+        raise ValueError(f"{folder} holds no run: there is no config.toml in it")
+    config = config_from_table(read_table(folder / "config.toml"), Config(), str(folder / "config.toml"))
+    records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        raise ValueError(f"{folder} has no records yet")
+    return Run(folder.resolve().name, config, records)
+
+
+def _draw(axes: Axes, runs: Sequence[Run], value: str, splits: Sequence[str], factor: float = 1.0) -> None:
+    colors = colormaps["tab10"].colors  # type: ignore[attr-defined]
+    for run, color in zip(runs, colors * len(runs), strict=False):
+        for split in splits:
+            records = run.of(split)
+            if records:
+                label = f"{run.name}, {split}" if len(runs) > 1 else split
+                points = [factor * getattr(record, value) for record in records]
+                marker = "o" if len(records) < 30 else ""
+                axes.plot([record.step for record in records], points, _LINES[split], color=color, label=label,
+                          marker=marker, markersize=3)  # fmt: skip
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_curves(runs: Sequence[Run]) -> Figure:
+    """Draws loss, top-1, throughput and learning rate over the steps."""
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    loss, top1, speed, rate = figure.subplots(2, 2).flat
+    everything = ("train", "test", "ema")
+    _draw(loss, runs, "loss", everything)
+    _draw(top1, runs, "top1", everything, 100)
+    _draw(speed, runs, "images_per_second", ("train",))
+    _draw(rate, runs, "learning_rate", ("train",))
+    for axes, label in ((loss, "loss"), (top1, "top-1 (%)"), (speed, "training images/s"), (rate, "learning rate")):
+        axes.set_ylabel(label)
+    speed.set_ylim(bottom=0)
+    figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def _to_svg(figure: Figure) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg")
+    text = file.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _to_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    def cell(value: Any) -> str:
+        kind = ' class="number"' if isinstance(value, int | float) else ""
+        return f"<td{kind}>{html.escape(str(value))}</td>"
+
+    top = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>\n" for row in rows)
+    return f"<table>\n<tr>{top}</tr>\n{body}</table>"
+
+
+def summarise(run: Run) -> list[Any]:
+    """Returns a run's row: where it is, what it came to, how fast it was."""
+    tests, trained = run.of("test"), run.of("train")
+    best = max(tests, key=lambda record: record.top1, default=None)
+    speeds = sorted(record.images_per_second for record in trained)
+    return [
+        run.name, run.config.preset, run.records[-1].epoch, run.records[-1].step,
+        f"{tests[-1].top1:.2%}" if tests else "", f"{best.top1:.2%} at {best.step}" if best else "",
+        f"{trained[-1].loss:.4f}" if trained else "", round(speeds[len(speeds) // 2]) if speeds else "",
+        sum(record.skipped for record in trained),
+    ]  # fmt: skip
+
+
+def find_differences(runs: Sequence[Run]) -> list[list[str]]:
+    """Returns the options in which runs differ, with each one's value."""
+    options = [flat_options(asdict(run.config)) for run in runs]
+    return [
+        [name, *(str(own[name]) for own in options)]
+        for name in options[0]
+        if len({str(own[name]) for own in options}) > 1
+    ]
+
+
+def _explain(run: Run, options: Options) -> str:
+    """Returns what a run's step compiles to, as a part of the page; or why not."""
+    title = f"<h3>{html.escape(run.name)}</h3>"
+    try:
+        found = examine(run.config, StepOptions(target=options.target, topology=options.topology))
+    except ValueError as error:
+        return f"{title}<p>{html.escape(str(error))}</p>"
+    figure = _to_svg(make_timeline(found.title, found.audit.timeline))
+    return f"{title}{figure}<pre>{html.escape(format_audit(found.audit))}</pre>"
+
+
+def make_page(runs: Sequence[Run], options: Options) -> str:
+    """Returns the page: everything it shows is in it."""
+    header = ["run", "preset", "epoch", "step", "last test top-1", "best", "last loss", "images/s", "skipped"]
+    parts = ["<h1>trjax</h1>", _to_table(header, [summarise(run) for run in runs]), _to_svg(draw_curves(runs))]
+    if len(runs) > 1:
+        parts += ["<h2>What differs</h2>", _to_table(["option", *(run.name for run in runs)], find_differences(runs))]
+    if options.target:
+        where = html.escape(f"{options.topology} {options.target}")
+        parts += [f"<h2>What the step compiles to, for {where}</h2>", *(_explain(run, options) for run in runs)]
+    body = "\n".join(parts)
+    names = html.escape(", ".join(run.name for run in runs))
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>trjax: {names}</title><style>{_STYLE}</style></head>
+<body>
+{body}
+</body></html>
+"""
+
+
+def write_csv(path: Path, runs: Sequence[Run]) -> None:
+    """Writes all records of all runs, one a line."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", *(field.name for field in fields(Record))])
+        writer.writerows([run.name, *asdict(record).values()] for run in runs for record in run.records)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit code: 0, or 2 for a mistake."""
+    options = tyro.cli(Options, prog="python -m trjax.report", args=list(arguments))
+    try:
+        if not options.runs:
+            raise ValueError("name at least one run's folder")
+        runs = [read_run(folder) for folder in options.runs]
+        path = Path(options.out) if options.out else options.runs[0] / "report.html"
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: its folder does not exist")
+        if options.csv:
+            write_csv(Path(options.csv), runs)
+        path.write_text(make_page(runs, options), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
