@@ -26,7 +26,7 @@ def state_of(step: int) -> TrainState:
 
 
 def about(step: int, top1: float | None = None) -> About:
-    return About(step, {"epoch": step // 10, "batch": step % 10}, {"seed": 3, "data": {"root": "ä"}}, top1)
+    return About(step, {"epoch": step // 10, "batch": step % 10}, {"seed": 3, "data": {"root": "ä"}}, top1, top1)
 
 
 def save_all(folder: Path, *saved: About) -> Checkpoints:

@@ -181,6 +181,15 @@ def test_last_and_best_are_kept() -> None:
     assert names == {f"{step}.safetensors{end}" for step in kept for end in ("", ".sha256")}
 
 
+def test_the_best_by_any_number_and_as_many_of_the_last_as_asked_for_are_kept() -> None:
+    run_tiny("run", epochs=6, keep=1, best_by="ema/loss", optim=OptimConfig(learning_rate=0.5, ema_decay=0.5))
+    losses = {record["step"]: record["loss"] for record in lines("run") if record["split"] == "ema"}
+    best = min(losses, key=lambda step: losses[step])
+    assert {path.stem for path in Path("run/checkpoints").glob("*.safetensors")} == {"30", str(best)}
+    with pytest.raises(ValueError, match="best_by=ema/top1 with optim.ema_decay=0.0: there are no running means"):
+        tiny_config(best_by="ema/top1")
+
+
 def test_finished_run_is_left_alone_until_there_are_more_epochs() -> None:
     run_tiny("run")
     before = {path: path.stat().st_mtime_ns for path in Path("run/checkpoints").rglob("*")}

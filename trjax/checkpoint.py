@@ -22,7 +22,6 @@ from safetensors import numpy as safetensors
 
 from trjax.state import TrainState
 
-_KEEP = 2  # the last ones: should one be damaged, there is another
 _ABOUT = "trjax"
 
 
@@ -34,13 +33,15 @@ class About:
         step: batches seen.
         position: epoch and batch, where in the data the run is.
         config: the run's configuration as plain types.
-        test_top1: at this step; None if it was saved inside an epoch.
+        test_top1: at this step; None if it was not evaluated.
+        score: by which the best is chosen, the larger the better; None if it was not evaluated.
     """
 
     step: int
     position: dict[str, int]
     config: dict[str, Any]
     test_top1: float | None
+    score: float | None = None
 
 
 def _names(state: Any) -> list[tuple[str, Any]]:
@@ -158,18 +159,19 @@ def _copy(leaves: list[jax.Array]) -> list[jax.Array]:
 class Checkpoints:
     """The checkpoints of one run, in `folder`; those that are damaged are passed over, and left as they are."""
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, warn: Callable[[str], None], keep: int = 2) -> None:
         """Opens (or creates) a run's checkpoints, and reads every one of them to its end.
 
         Args:
             folder: where they are.
             warn: told of each that is damaged, once.
+            keep: how many of the last ones; of two, should one be damaged, there is another.
 
         Raises:
             OSError: the folder cannot be used.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder, self._keep = folder, keep
         self.found: dict[int, About] = {}
         """Those that are whole, by step."""
         self.damaged: list[Path] = []
@@ -197,9 +199,9 @@ class Checkpoints:
 
     @property
     def best(self) -> About | None:
-        """The one with the best test top-1, the latest of equals."""
-        tested = [about for about in self.found.values() if about.test_top1 is not None]
-        return max(tested, key=lambda about: (about.test_top1, about.step), default=None)
+        """The one with the best score, the latest of equals."""
+        scored = [about for about in self.found.values() if about.score is not None]
+        return max(scored, key=lambda about: (about.score, about.step), default=None)
 
     def path(self, step: int) -> Path:
         """Returns the file of a step's checkpoint."""
@@ -257,7 +259,7 @@ class Checkpoints:
         _sync_folder(self.folder)
         self.found[about.step] = about
         best = self.best
-        kept = {*sorted(self.found)[-_KEEP:], *([best.step] if best else [])}
+        kept = {*sorted(self.found)[-self._keep :], *([best.step] if best else [])}
         for step in [step for step in self.found if step not in kept]:
             del self.found[step]
             for old in (self.path(step), _digest_path(self.path(step))):

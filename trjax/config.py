@@ -39,6 +39,10 @@ Reducing = Literal["two_group", "auto", "single", "per_leaf", "ddp", "ddp_initia
 """Ways of summing gradients, `reducers.py`."""
 
 
+Metric = Literal["test/top1", "test/top5", "test/loss", "ema/top1", "ema/top5", "ema/loss"]
+"""What an evaluation comes to."""
+
+
 @dataclass(frozen=True)
 class Config:
     """A whole run."""
@@ -85,6 +89,10 @@ class Config:
     convolutions, on GPUs; with float16 the loss is scaled, by as much as gradients allow."""
     deterministic: bool = False
     """On GPUs: only kernels and AllReduces that give the same bits in every run, at some cost; the CPU always does."""
+    keep: int = 2
+    """Last checkpoints to keep, beside the best one."""
+    best_by: Metric = "test/top1"
+    """What makes a checkpoint the best: largest, or of a loss smallest; ema: of the running means."""
     save_every: int = 0
     """Steps between two checkpoints; 0: at the end of every epoch, where there is always one."""
     max_bad_steps: int = 10
@@ -129,6 +137,12 @@ class Config:
             0 <= self.watchdog_seconds <= 1e9,
             f"watchdog_seconds={self.watchdog_seconds}",
             "must be positive, at most 1e+09, or 0 for none",
+        )
+        require(self.keep > 0, f"keep={self.keep}", "must be positive")
+        require(
+            self.optim.ema_decay > 0 or not self.best_by.startswith("ema/"),
+            f"best_by={self.best_by} with optim.ema_decay={self.optim.ema_decay}",
+            "there are no running means; pass --optim.ema-decay",
         )
         require(self.log_every > 0, f"log_every={self.log_every}", "must be positive")
         _check_schedule(self.optim, self.epochs, self.global_batch)

@@ -1,6 +1,7 @@
 """The loop of a run: epochs of steps, an evaluation and a checkpoint after each."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -156,12 +157,14 @@ class _Progress:
             self.run.record("train", self.meter, self.step, self.learning_rate)
 
 
-def _save(run: Run, state: TrainState, step: int, top1: float | None) -> TrainState:
+def _save(
+    run: Run, state: TrainState, step: int, scores: tuple[float | None, float | None] = (None, None)
+) -> TrainState:
     """Starts to save, and returns the whole state; what is sharded is gathered before, by all processes."""
     whole = run.program.forms.unload(state)
     if run.checkpoints is not None:
         epoch, batch = divmod(step, run.program.steps_per_epoch)
-        run.checkpoints.save(whole, About(step, {"epoch": epoch, "batch": batch}, asdict(run.config), top1))
+        run.checkpoints.save(whole, About(step, {"epoch": epoch, "batch": batch}, asdict(run.config), *scores))
     return whole
 
 
@@ -192,18 +195,18 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
             break
         if config.save_every and step % config.save_every == 0 and step < end_step:
             progress.write()  # records are never behind a checkpoint
-            _save(run, state, step, None)
+            _save(run, state, step)
         if run.checkpoints is not None:
             run.checkpoints.check()
     progress.write()
     return state, step
 
 
-def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> float | None:
+def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> tuple[float, float] | None:
     """Evaluates every test example once, also with the running means, if any; writes the records.
 
     Returns:
-        Top-1; None if it was interrupted, which needs no other process to agree.
+        Top-1, and the score of the checkpoint; None if it was interrupted, which needs no other process to agree.
     """
     meters = dict[Split, Meter]()
     models: dict[Split, tuple[Any, Any]] = {"test": (state.params, state.batch_stats)}
@@ -222,7 +225,10 @@ def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> f
         meters[split].add(scores)
         meters[split].stop()
     records = {split: run.record(split, meter, step, learning_rate) for split, meter in meters.items()}
-    return records["test"].top1
+    kind, name = run.config.best_by.split("/")
+    value = next(float(getattr(record, name)) for split, record in records.items() if split == kind)
+    score = -value if name == "loss" else value
+    return records["test"].top1, score if math.isfinite(score) else -math.inf
 
 
 def _write_bad_step(run: Run, step: int, first: int) -> None:
@@ -267,11 +273,11 @@ def run_loop(run: Run, state: TrainState, step: int, evaluated: bool) -> tuple[i
             epoch_end = (step // per_epoch + 1) * per_epoch
             state, step = _train(run, state, progress, step, epoch_end)
             evaluated = step < epoch_end
-        top1 = None
+        scores = None
         if not evaluated and not stopped():
-            top1 = _evaluate(run, state, step, progress.learning_rate)
-            evaluated = top1 is not None
-        whole = _save(run, state, step, top1)
+            scores = _evaluate(run, state, step, progress.learning_rate)
+            evaluated = scores is not None
+        whole = _save(run, state, step, scores or (None, None))
     jax.block_until_ready(whole)
     if run.checkpoints is not None:
         run.checkpoints.wait()

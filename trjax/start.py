@@ -86,7 +86,7 @@ def _check_position(config: Config, workdir: Path, about: About, steps_per_epoch
 
 def _open_checkpoints(config: Config, workdir: Path, steps_per_epoch: int, warn: Callable[[str], None]) -> Checkpoints:
     """Opens the run's checkpoints; one to go on from must be whole, and fit the data, if there is any."""
-    checkpoints = Checkpoints(workdir / "checkpoints", warn)
+    checkpoints = Checkpoints(workdir / "checkpoints", warn, config.keep)
     if checkpoints.last is not None:
         _check_position(config, workdir, checkpoints.last, steps_per_epoch)
     elif checkpoints.damaged:
