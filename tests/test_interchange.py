@@ -3,6 +3,7 @@
 import pickle
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,15 +109,37 @@ def test_pytorch_computes_the_same_logits() -> None:
         params, batch_stats = jax.tree.map(lambda leaf: leaf * 0.5 if leaf.ndim > 1 else leaf, params), batch_stats
         theirs = getattr(models, arch)(num_classes=10)
         arrays = {name: torch.from_numpy(array.copy()) for name, array in to_torch(params, batch_stats).items()}
-        missing = theirs.load_state_dict(arrays, strict=False)
-        assert (missing.unexpected_keys, {name.rpartition(".")[2] for name in missing.missing_keys}) == (
-            [], {"num_batches_tracked"},
-        )  # fmt: skip
+        theirs.load_state_dict(arrays)  # strictly
         images = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype(np.float32)
         with torch.no_grad():
             expected = theirs.eval()(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).numpy()
         found = evaluate_chain(chain, params, batch_stats, jnp.asarray(images))
         np.testing.assert_allclose(found, expected, atol=1e-4)
+        torch.save(theirs.state_dict(), "weights.pth")
+        back, stats, stayed = from_torch(read_weights(Path("weights.pth")), params, batch_stats)
+        assert stayed == ()
+        jax.tree.map(np.testing.assert_array_equal, (back, stats), (params, batch_stats))
+
+
+def test_pytorch_reads_the_state_dict(trained: Path) -> None:
+    torch = pytest.importorskip("torch")
+    assert export.main([str(trained), "--format", "torchvision", "--out", "model.pth"]) == 0
+    saved = torch.load("model.pth", weights_only=True)
+    model = open_model(trained)
+    expected = to_torch(model.params, model.batch_stats)
+    assert saved.keys() == expected.keys()
+    assert all(np.array_equal(saved[name].numpy(), expected[name]) for name in saved)
+
+
+def test_without_pytorch_its_formats_say_what_to_install(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert export.main([str(trained), "--format", "torchvision"]) == 2
+    assert "needs PyTorch: python3 -m pip install torch" in capsys.readouterr().err
+    Path("x.pth").touch()
+    with pytest.raises(ValueError, match=r"init_from=x.pth: reading it needs PyTorch"):
+        read_weights(Path("x.pth"))
 
 
 def test_an_export_holds_the_running_means_and_starts_another_run(
