@@ -1,0 +1,129 @@
+"""Which learning rate does a model bear? One short run in which it grows from step to step.
+
+Source: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from report import announce, hardware, main, progress, write_rows
+
+from trjax.compilation import compile_program
+from trjax.config import Config
+from trjax.data.batches import train_batches
+from trjax.data.sources import load
+from trjax.mesh import make_mesh, start_platform
+from trjax.plan import NUM_SCORES
+from trjax.presets import preset_config
+from trjax.program import make_program
+
+DIVERGED = 4.0
+"""Times the smallest loss so far at which the run ends."""
+SMOOTHING = 0.9
+"""Share of the old mean in the mean of the losses."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train with a rate that grows from step to step, and say which are worth trying."""
+
+    preset: str = "digits"
+    """Recipe to look at; its schedule is left out."""
+    data_root: str = ""
+    """Folder of its data, for CIFAR."""
+    devices: str = "0"
+    """To run on, of the CPU; with --platform cuda of the GPUs."""
+    platform: str = "cpu"
+    """Cpu or cuda."""
+    first: float = 1e-4
+    """Rate of the first step."""
+    last: float = 10.0
+    """Rate of the last step."""
+    steps: int = 300
+    """How many."""
+    quick: bool = False
+    """A third of them, of a narrower model."""
+    out: Path = Path("results")
+    """Folder for the CSV and the figure."""
+
+
+def measure(config: Config, rates: np.ndarray) -> list[dict[str, Any]]:
+    """Trains a step with each rate, until the loss runs away, and returns a row for each."""
+    program = compile_program(make_program(config, make_mesh(config.devices)))
+    state, (source, _) = program.init(), load(config.data)
+    votes, mean, least = program.votes(False), 0.0, math.inf
+    schedule = np.resize(rates, program.num_steps).astype(np.float32)
+    rows: list[dict[str, Any]] = []
+    for step, batch in enumerate(train_batches(source, config.global_batch, config.seed, 0, len(rates))):
+        state, outcome = program.train_step(state, program.place_train(batch), schedule, votes)
+        scores = np.asarray(outcome, np.float64)[:NUM_SCORES]
+        loss = float(scores[0] / max(scores[3], 1))
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        smooth = mean / (1 - SMOOTHING ** (step + 1))
+        if not math.isfinite(loss) or smooth > DIVERGED * least:
+            break
+        least = min(least, smooth)
+        rows.append(
+            {"step": step, "rate": float(f"{rates[step]:.6g}"), "loss": round(loss, 5), "mean": round(smooth, 5)}
+        )
+    return rows
+
+
+def suggest(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Returns the rate at which the mean loss falls fastest, over the logarithm of the rate, and that of the least."""
+    means = np.array([row["mean"] for row in rows])
+    steepest = int(np.argmin(np.gradient(means))) if len(rows) > 1 else 0
+    return rows[steepest]["rate"], rows[int(np.argmin(means))]["rate"]
+
+
+def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Draws the loss over the rate."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    rates = [row["rate"] for row in rows]
+    axes.plot(rates, [row["loss"] for row in rows], color="#9ecae1", linewidth=1, label="loss of each step")
+    axes.plot(rates, [row["mean"] for row in rows], color="#08519c", label="running mean")
+    for rate, style, label in zip(suggest(rows), ("--", ":"), ("falls fastest", "least"), strict=True):
+        axes.axvline(rate, color="black", linestyle=style, linewidth=1, label=f"{label}: {rate:.3g}")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("training loss")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend()
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=150)
+
+
+def run(options: Options) -> None:
+    """Runs the experiment, prints the table and writes the files."""
+    if not 0 < options.first < options.last <= 1e6 or options.steps < 10:
+        raise ValueError(
+            f"first={options.first}, last={options.last}, steps={options.steps}: rates must grow, in 10 steps"
+        )
+    config, steps = preset_config(options.preset), options.steps
+    if options.platform not in ("cpu", "cuda"):
+        raise ValueError(f"platform={options.platform}: must be cpu or cuda")
+    if options.quick:
+        config, steps = replace(config, model=replace(config.model, width=4)), steps // 3
+    config = replace(config, devices=options.devices, data=replace(config.data, root=options.data_root))
+    start_platform(options.platform, options.devices)  # type: ignore[arg-type]
+    announce(hardware(), options.out)
+    rows = measure(config, np.geomspace(options.first, options.last, steps))
+    if len(rows) < 2:
+        raise ValueError(f"first={options.first}: the loss runs away at once; begin lower")
+    write_rows(options.out / "lr_range.csv", rows)
+    fastest, least = suggest(rows)
+    title = f"{options.preset}, {config.optim.kind}, global batch {config.global_batch}: {len(rows)} of {steps} steps"
+    draw(options.out / "lr_range.png", title, rows)
+    progress(title)
+    print(f"the loss falls fastest at {fastest:.3g}, and is least at {least:.3g}: a peak between them is worth trying")
+
+
+if __name__ == "__main__":
+    main(run, Options)
