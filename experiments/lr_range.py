@@ -117,7 +117,7 @@ def run(options: Options) -> None:
     rows = measure(config, np.geomspace(options.first, options.last, steps))
     if len(rows) < 2:
         raise ValueError(f"first={options.first}: the loss runs away at once; begin lower")
-    write_rows(options.out / "lr_range.csv", rows)
+    write_rows(options.out / "lr_range.csv", rows[:: max(len(rows) // 50, 1)])
     fastest, least = suggest(rows)
     title = f"{options.preset}, {config.optim.kind}, global batch {config.global_batch}: {len(rows)} of {steps} steps"
     draw(options.out / "lr_range.png", title, rows)

@@ -142,9 +142,16 @@ def check_soak(rows: Rows) -> None:
     assert [(row["equal"], row["lost"]) for row in rows] == [("1", "0")]
 
 
+def check_lr_range(rows: Rows) -> None:
+    rates, means = ([float(row[name]) for row in rows] for name in ("rate", "mean"))
+    assert rates == sorted(rates)
+    assert min(means) < 0.9 * means[0]  # it learns before it runs away
+    assert rates[means.index(min(means))] > 0.01
+
+
 CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
 CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes, check_scaling_forecast]
-CHECKS += [check_checkpoint_cost, check_soak]
+CHECKS += [check_checkpoint_cost, check_soak, check_lr_range]
 
 
 @pytest.mark.slow
@@ -170,6 +177,7 @@ def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
         ("batchnorm_modes", ["--epochs", "0"], "epochs=0, seeds=3: must be positive"),
         ("batchnorm_modes", ["--global-batches", "30"], "global_batch=30 is not divisible by world_size=8"),
         ("zero_memory", ["--quick", "--out", "file"], "File exists: 'file'"),
+        ("lr_range", ["--first", "0"], "first=0.0, last=10.0, steps=300: rates must grow"),
         ("scaling_forecast", ["--gpus", "100"], "gpus=100: must be a power of two from 8 to 16384"),
     ],
 )
