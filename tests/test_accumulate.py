@@ -71,7 +71,7 @@ def conv_program(micro_batches: int, global_batch: int) -> Program:
 
 
 def test_one_reduction_and_the_memory_of_one_micro_batch() -> None:
-    made = {count: conv_program(count, 512 * count) for count in (1, 2, 4)}  # 256 examples at a time on a device
+    made = {count: conv_program(count, 512 * count) for count in (1, 3)}  # 256 examples at a time on a device
     compiled = {count: compile_lowered(lower_step(program)) for count, program in made.items()}
     for count, of_it in compiled.items():
         sums = [operation.size_bytes for operation in of_it.operations if operation.collective]
@@ -80,12 +80,11 @@ def test_one_reduction_and_the_memory_of_one_micro_batch() -> None:
     gradients = sum(group.size_bytes for group in made[1].plan.groups)
     activations = compiled[1].temp_bytes
     assert activations > 20 * gradients
-    for count in (2, 4):
-        images = count * 256 * 8 * 8 * 3 * (1 + 2 + 4)  # of all micro-batches, in uint8, bfloat16 and float32
-        assert images < (count - 1) * activations / 1.3  # the bound is far from the memory of all of them
-        assert compiled[count].temp_bytes < 1.01 * activations + 2 * gradients + images
+    images = 3 * 256 * 8 * 8 * 3 * (1 + 2 + 4)  # of all micro-batches, in uint8, bfloat16 and float32
+    assert images < 2 * activations / 1.3  # the bound is far from the memory of all of them
+    assert compiled[3].temp_bytes < 1.01 * activations + 2 * gradients + images
     flops = {count: sum(operation.flops for operation in of_it.operations) for count, of_it in compiled.items()}
-    assert flops[4] == 2 * flops[2] == 4 * flops[1]
+    assert flops[3] == 3 * flops[1]
 
 
 def test_steps_of_micro_batches_train(monkeypatch: pytest.MonkeyPatch) -> None:

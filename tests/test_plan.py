@@ -205,7 +205,7 @@ def test_round_trip_is_bitwise(tree: Any, conv_order: Any, alignment_bytes: int)
     np.testing.assert_equal(name_leaves(restored), {name: values[name] for name in name_leaves(params)})
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(trees(), st.integers(2, 5), st.sampled_from([4, 16]))
 def test_shards_hold_a_part_of_every_tensor(tree: Any, shards: int, alignment_bytes: int) -> None:
     params, batch_stats, segments = tree
