@@ -75,12 +75,12 @@ def test_other_models_have_no_names_there(name: str) -> None:
 
 
 def test_there_and_back_is_nothing() -> None:
-    _, params, batch_stats = weights("resnet50")
+    _, params, batch_stats = weights("resnet18")
     params, batch_stats = spread(params), spread(batch_stats, 1)
     arrays = to_torch(params, batch_stats)
     assert arrays["conv1.weight"].shape == (4, 3, 7, 7)
-    assert arrays["fc.weight"].shape == (10, 128)
-    _, fresh, fresh_stats = weights("resnet50", seed=1)
+    assert arrays["fc.weight"].shape == (10, 32)
+    _, fresh, fresh_stats = weights("resnet18", seed=1)
     back, stats, stayed = from_torch({**arrays, "bn1.num_batches_tracked": np.zeros(())}, fresh, fresh_stats)
     assert stayed == ()
     jax.tree.map(np.testing.assert_array_equal, (back, stats), (params, batch_stats))

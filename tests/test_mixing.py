@@ -20,8 +20,6 @@ from trjax.keys import example_keys
 from trjax.mesh import make_mesh
 from trjax.program import make_program
 
-pytestmark = pytest.mark.fast
-
 SIZE, CLASSES = 64, 10
 
 

@@ -10,8 +10,6 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from trjax.data.trivial import OPERATIONS, STRENGTHS, Operation, apply_operation, draw_operation
 
-pytestmark = pytest.mark.fast
-
 SIZE = (24, 32)
 
 
