@@ -22,7 +22,7 @@ JOB = [
     "--optim.learning-rate", "0.02", "--platform", "cpu", "--bn", "sync",
 ]  # fmt: skip
 ROUNDING = 2e-5
-"""Of parameters after ten steps: sums in another order, amplified; 3e-6 was seen."""
+"""Of parameters after twenty steps: sums in another order, amplified."""
 
 
 @pytest.fixture(scope="module")
@@ -75,29 +75,21 @@ def lines(workdir: str) -> list[dict[str, Any]]:
 
 def test_two_processes_compute_what_one_does_also_after_a_stop_on_other_devices(environment: dict[str, str]) -> None:
     """2 x 2 devices against 1 x 4, and through 1 x 8 back to 2 x 2; one process asked to stop, resumed by one."""
-    whole = start_one(environment, "--epochs", "2", "--devices", "0-3", "--workdir", "whole")
+    whole = start_one(environment, "--epochs", "4", "--devices", "0-3", "--workdir", "whole")
     assert whole.wait(200) == 0, Path("log").read_text()
-    two = launch(environment, "--epochs", "2", "--devices", "0-1", "--workdir", "two")
-    assert two.wait(200) == 0, Path("log").read_text()
-    assert "[0] synthetic" not in Path("log").read_text()
-    assert "[1] finished" not in Path("log").read_text()  # process 0 speaks for all
+    for epochs, devices in (("2", "0-1"), ("3", "0-7"), ("4", "0-1")):  # 2 x 2, one process of eight, 2 x 2
+        begin = start_one if epochs == "3" else launch
+        moved = begin(environment, "--epochs", epochs, "--devices", devices, "--workdir", "two")
+        assert moved.wait(200) == 0, Path("log").read_text()
+    said = Path("log").read_text()
+    assert "resumed at step 15 of 20" in said
+    assert "[1] finished" not in said  # process 0 speaks for all
     for one, other in zip(lines("whole"), lines("two"), strict=True):
         assert (one["step"], one["split"], one["examples"]) == (other["step"], other["split"], other["examples"])
         assert one["loss"] == pytest.approx(other["loss"], rel=ROUNDING)
-    left, right = state("whole", 10), state("two", 10)
-    for name, leaf in left.items():
-        np.testing.assert_allclose(right[name], leaf, atol=ROUNDING, err_msg=name)
-
-    for epochs, devices in (("3", "0-7"), ("4", "0-1")):  # saved on eight, resumed on 2 x 2
-        begin = launch if epochs == "4" else start_one
-        moved = begin(environment, "--epochs", epochs, "--devices", devices, "--workdir", "two")
-        assert moved.wait(200) == 0, Path("log").read_text()
-    assert "resumed at step 15 of 20" in Path("log").read_text()
-    whole = start_one(environment, "--epochs", "4", "--devices", "0-3", "--workdir", "whole")
-    assert whole.wait(200) == 0, Path("log").read_text()
     left, right = state("whole", 20), state("two", 20)
     for name, leaf in left.items():
-        np.testing.assert_allclose(right[name], leaf, atol=2 * ROUNDING, err_msg=name)
+        np.testing.assert_allclose(right[name], leaf, atol=ROUNDING, err_msg=name)
 
     stopped = launch(environment, "--epochs", "4000", "--devices", "0-1", "--workdir", "stopped")
     wait_for("epoch 2/", stopped)
