@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from matplotlib.figure import Figure
-from report import announce, hardware, main, progress, write_rows
+from report import announce, hardware, main, progress, save_axes, write_rows
 
 from trjax.checkpoint import About, Checkpoints
 from trjax.compilation import compile_program
@@ -108,10 +108,8 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_xticks(at, [row["saving"] for row in saved])
     axes.set_ylabel("% of the training")
     axes.margins(y=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend()
-    axes.set_title(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    save_axes(path, figure, axes, title)
 
 
 def run(options: Options) -> None:

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.figure import Figure
-from report import announce, hardware, main, progress, write_rows
+from report import announce, hardware, main, progress, save_axes, write_rows
 
 from trjax.compilation import compile_program
 from trjax.config import Config
@@ -37,9 +37,9 @@ class Options:
     data_root: str = ""
     """Folder of its data, for CIFAR."""
     devices: str = "0"
-    """To run on, of the CPU; with --platform cuda of the GPUs."""
-    platform: str = "cpu"
-    """Cpu or cuda."""
+    """To run on."""
+    platform: Literal["cpu", "cuda"] = "cpu"
+    """Of the devices."""
     first: float = 1e-4
     """Rate of the first step."""
     last: float = 10.0
@@ -94,10 +94,8 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_xlabel("learning rate")
     axes.set_ylabel("training loss")
     axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend()
-    axes.set_title(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    save_axes(path, figure, axes, title)
 
 
 def run(options: Options) -> None:
@@ -107,12 +105,10 @@ def run(options: Options) -> None:
             f"first={options.first}, last={options.last}, steps={options.steps}: rates must grow, in 10 steps"
         )
     config, steps = preset_config(options.preset), options.steps
-    if options.platform not in ("cpu", "cuda"):
-        raise ValueError(f"platform={options.platform}: must be cpu or cuda")
     if options.quick:
         config, steps = replace(config, model=replace(config.model, width=4)), steps // 3
     config = replace(config, devices=options.devices, data=replace(config.data, root=options.data_root))
-    start_platform(options.platform, options.devices)  # type: ignore[arg-type]
+    start_platform(options.platform, options.devices)
     announce(hardware(), options.out)
     rows = measure(config, np.geomspace(options.first, options.last, steps))
     if len(rows) < 2:

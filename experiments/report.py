@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import jax
 import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from trjax.records import format_table
 
@@ -41,6 +43,13 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def save_axes(path: Path, figure: Figure, axes: Axes, title: str) -> None:
+    """Writes a figure of one panel, without a frame above and to the right of it."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, fontsize="medium")
+    figure.savefig(path, dpi=150)
 
 
 def main(experiment: Callable[[Options], None], options: type[Options]) -> None:

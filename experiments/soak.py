@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.figure import Figure
-from report import announce, main, progress, write_rows
+from report import announce, main, progress, save_axes, write_rows
 from safetensors.numpy import load_file
 
 from trjax.launch import free_port
@@ -184,10 +184,8 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_xlabel("signal after (s)")
     axes.set_ylabel("resumed at step")
     axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="signal during", loc="upper left")
-    axes.set_title(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    save_axes(path, figure, axes, title)
 
 
 def run(options: Options) -> None:

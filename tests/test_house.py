@@ -29,6 +29,7 @@ FLOORS = [
         "processes",
         "interrupts",
         "watchdog",
+        "commands",
     ],
     ["tables", "launch", "plan", "data", "resnet", "collectives", "optim", "state", "cost", "options", "operations"],
     ["presets", "workdir", "packing", "reducers", "checkpoint", "grouping", "timeline", "compiled"],
@@ -79,9 +80,7 @@ def test_only_the_top_floor_and_the_records_print() -> None:
         "explain",
         "explain_step",
         "launch",
-        "predict",
-        "export",
-        "report",
+        "commands",
         "records",
     }
 

@@ -30,6 +30,10 @@ class Ahead:
         """Calls it."""
         return self._made.result()(*arguments)
 
+    def memory_analysis(self) -> Any:
+        """Returns that of the function."""
+        return self._made.result().memory_analysis()
+
 
 def lower_step(program: Program, size: int = 0) -> Any:
     """Returns the train step lowered for the program's shapes, ready to compile; no device computes.
@@ -38,7 +42,7 @@ def lower_step(program: Program, size: int = 0) -> Any:
         program: whose step.
         size: that of images resized to this side; 0: as they are.
     """
-    step = program.resized_steps[size] if size else program.train_step
+    step = program.step_of(size)
     rates, votes = (jax.ShapeDtypeStruct((size,), np.float32) for size in (program.num_steps, program.mesh.size))
     return step.lower(program.forms.shape, program.batch_shape, rates, votes)
 

@@ -13,7 +13,8 @@ from trjax.config import Config
 from trjax.data.batches import eval_batches
 from trjax.data.sources import Source, load
 from trjax.program import Program
-from trjax.saved import Which, open_model
+from trjax.saved import Which, read_state
+from trjax.state import models_of
 from trjax.step import init_totals
 
 
@@ -54,19 +55,15 @@ def evaluate_run(config: Config, which: Which = "last") -> list[str]:
     """
     if not config.workdir:
         raise ValueError("eval_only: which run? Pass its --workdir")
-    lines = []
-    for raw in (True, False):
-        model = open_model(Path(config.workdir), which, raw, config.platform, config.devices)
-        if not raw and not model.is_mean:
-            break
-        source = load(replace(model.config.data, root=config.data.root))[1]
-        program = compile_evaluation(model.program)
-        placed = jax.device_put((model.params, model.batch_stats), (
-            program.forms.formats.params, program.forms.formats.batch_stats))  # fmt: skip
-        scores = evaluate_source(program, source, model.config.global_batch, *placed)
+    saved, program, state, step = read_state(Path(config.workdir), which, config.platform, config.devices)
+    source = load(replace(saved.data, root=config.data.root))[1]
+    program, lines = compile_evaluation(program), []
+    formats = (program.forms.formats.params, program.forms.formats.batch_stats)
+    for split, model in models_of(state).items():
+        scores = evaluate_source(program, source, saved.global_batch, *jax.device_put(model, formats))
         assert scores is not None
         loss, top1, top5 = scores[:3] / scores[3]
-        name = "running means" if model.is_mean else "parameters"
+        name = {"test": "parameters", "ema": "running means"}[split]
         numbers = f"loss {loss:.4f}  top-1 {top1:.2%}  top-5 {top5:.2%}"
-        lines.append(f"step {model.step}, {name}: {numbers} of {scores[3]:,.0f} examples")
+        lines.append(f"step {step}, {name}: {numbers} of {scores[3]:,.0f} examples")
     return lines

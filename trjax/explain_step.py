@@ -195,7 +195,10 @@ def explain_step(arguments: Sequence[str]) -> int:
     prog, purpose = "python -m trjax.explain step", "Compile the train step and show what it holds."
     config, options = parse_options(arguments, prog, purpose, StepOptions())
     _check_outputs(options)
-    return _explain(config, options)
+    found = examine(config, options)
+    print(_format_examined(config, options, found))
+    _write(options, found.title, found.compiled, found.audit)
+    return 1 if options.strict and not found.audit.ok else 0
 
 
 def dry_run(config: Config) -> int:
@@ -204,10 +207,11 @@ def dry_run(config: Config) -> int:
     Raises:
         ValueError: something cannot be: an option, the memory of the devices.
     """
+    options = StepOptions(attached=True)
     print(config_to_toml(config))
-    code = _explain(config, StepOptions(attached=True))
-    print(f"\n{format_plan(make_program(config, make_mesh(config.devices, config.hosts)).plan)}")
-    return code
+    found = examine(config, options)
+    print(f"{_format_examined(config, options, found)}\n\n{format_plan(found.plan)}")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,7 @@ class Examined:
     Attributes:
         title: the run, and what its step was compiled for.
         mesh: these devices.
+        plan: where its gradients live.
         compiled: the program.
         audit: what it holds.
         groupings: what other ways of grouping would cost.
@@ -224,6 +229,7 @@ class Examined:
 
     title: str
     mesh: Mesh
+    plan: Plan
     compiled: Compiled
     audit: Audit
     groupings: Mapping[str, tuple[Plan, float | None]]
@@ -253,7 +259,7 @@ def examine(config: Config, options: StepOptions) -> Examined:
     dropped = probe_options(mesh, config.deterministic).dropped
     found = audit(compiled, machine, config.global_batch, expect(config, program.plan, machine.topology), dropped)
     groupings = compare_groupings(config, shape_run(config), machine, "OHWI")
-    examined = Examined(title, mesh, compiled, found, groupings)
+    examined = Examined(title, mesh, program.plan, compiled, found, groupings)
     present = machine.target.memory_bytes
     if options.attached:
         require_device(f"global_batch={config.global_batch}", mesh, examined.needed_bytes, SMALLER)
@@ -265,13 +271,10 @@ def examine(config: Config, options: StepOptions) -> Examined:
     return examined
 
 
-def _explain(config: Config, options: StepOptions) -> int:
-    found = examine(config, options)
-    print("\n\n".join([found.title, format_audit(found.audit), format_choice(found.groupings, config.reducer)]))
+def _format_examined(config: Config, options: StepOptions, found: Examined) -> str:
+    last = _HONEST
     if options.attached:
         needed, present = found.needed_bytes / 1e9, device_bytes(found.mesh) / 1e9
-        print(f"memory: {needed:.2f} GB on each device, where there are {present:.2f}")
-    else:
-        print(_HONEST)
-    _write(options, found.title, found.compiled, found.audit)
-    return 1 if options.strict and not found.audit.ok else 0
+        last = f"memory: {needed:.2f} GB on each device, where there are {present:.2f}"
+    choice = format_choice(found.groupings, config.reducer)
+    return f"{found.title}\n\n{format_audit(found.audit)}\n\n{choice}\n{last}"

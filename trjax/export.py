@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import tyro
 from jax import export as jax_export
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
-from trjax.interchange import to_torch
+from trjax.commands import run_command
+from trjax.interchange import import_torch, to_torch
 from trjax.saved import SavedModel, Which, open_model, predict
 
 _ENDINGS = {"safetensors": "safetensors", "torchvision": "pth", "stablehlo": "stablehlo"}
@@ -44,36 +44,32 @@ def export_stablehlo(model: SavedModel) -> bytes:
     return bytes(jax_export.export(network, platforms=("cpu", "cuda"))(images).serialize())
 
 
-def _save_torch(model: SavedModel, path: Path) -> None:
-    try:
-        import torch
-    except ImportError as error:
-        raise ValueError("format=torchvision needs PyTorch: python3 -m pip install torch") from error
-    arrays = to_torch(model.params, model.batch_stats)
-    torch.save({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, path)
+def export(options: Options) -> str:
+    """Writes the file, whole or not at all, and returns what is in it.
+
+    Raises:
+        ValueError: there is no run, or it cannot be written in this format.
+        OSError: the file cannot be written.
+    """
+    model = open_model(options.run, options.checkpoint, options.raw)
+    path = Path(options.out) if options.out else options.run / f"model.{_ENDINGS[options.format]}"
+    partial = path.with_name(f"{path.name}.partial")
+    if options.format == "stablehlo":
+        partial.write_bytes(export_stablehlo(model))
+    elif options.format == "torchvision":
+        torch, arrays = import_torch("format=torchvision"), to_torch(model.params, model.batch_stats)
+        torch.save({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, partial)
+    else:
+        about = {"step": str(model.step), "arch": model.config.model.arch, "preset": model.config.preset}
+        partial.write_bytes(save(to_torch(model.params, model.batch_stats), about))
+    partial.replace(path)
+    means = ", running means" if model.is_mean else ""
+    return f"{path}: {model.config.model.arch} at step {model.step}{means}, {path.stat().st_size:,} bytes"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0, or 2 for a mistake."""
-    options = tyro.cli(Options, prog="python -m trjax.export", args=list(arguments))
-    try:
-        model = open_model(options.run, options.checkpoint, options.raw)
-        path = Path(options.out) if options.out else options.run / f"model.{_ENDINGS[options.format]}"
-        partial = path.with_name(f"{path.name}.partial")
-        if options.format == "safetensors":
-            about = {"step": str(model.step), "arch": model.config.model.arch, "preset": model.config.preset}
-            save_file(to_torch(model.params, model.batch_stats), partial, about)
-        elif options.format == "torchvision":
-            _save_torch(model, partial)
-        else:
-            partial.write_bytes(export_stablehlo(model))
-        partial.replace(path)
-    except (ValueError, OSError, SafetensorError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    means = ", running means" if model.is_mean else ""
-    print(f"{path}: {model.config.model.arch} at step {model.step}{means}, {path.stat().st_size:,} bytes")
-    return 0
+    return run_command("python -m trjax.export", Options, export, arguments)
 
 
 if __name__ == "__main__":

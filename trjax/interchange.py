@@ -88,11 +88,21 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(array, np.float32) for name, array in arrays.items()}
 
 
-def _load_torch(path: Path) -> dict[str, np.ndarray]:
+def import_torch(what: str) -> Any:
+    """Returns PyTorch, which `what` needs and nothing else does.
+
+    Raises:
+        ValueError: it is not there.
+    """
     try:
         import torch
     except ImportError as error:
-        raise ValueError("reading it needs PyTorch: python3 -m pip install torch") from error
+        raise ValueError(f"{what} needs PyTorch: python3 -m pip install torch") from error
+    return torch
+
+
+def _load_torch(path: Path) -> dict[str, np.ndarray]:
+    torch = import_torch("reading it")
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

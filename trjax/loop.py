@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +21,7 @@ from trjax.plan import NUM_SCORES
 from trjax.processes import exchange
 from trjax.program import Program
 from trjax.records import Display, Meter, Record, Split, append_metrics, make_record
-from trjax.state import TrainState
+from trjax.state import TrainState, models_of
 
 BAD_STEP = "bad_step.json"
 """In the run's folder: the batch at which a run gave up."""
@@ -178,7 +177,7 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
     """
     config, program, step = run.config, run.program, start_step
     size = config.data.size_at(start_step // program.steps_per_epoch)
-    train_step = program.resized_steps[size] if size else program.train_step
+    train_step = program.step_of(size)
     asked = not run.alone and run.interrupted()
     progress.meter.restart()
     for batch in run.batches(start_step, end_step):
@@ -209,15 +208,12 @@ def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> t
         Top-1, and the score of the checkpoint; None if it was interrupted, which needs no other process to agree.
     """
     meters = dict[Split, Meter]()
-    models: dict[Split, tuple[Any, Any]] = {"test": (state.params, state.batch_stats)}
-    if state.ema:
-        models["ema"] = (state.ema["params"], state.ema["batch_stats"])
 
     def goes_on() -> bool:
         run.fed(step)
         return not (run.alone and run.interrupted())
 
-    for split, model in models.items():
+    for split, model in models_of(state).items():
         meters[split] = Meter()
         scores = evaluate_source(run.program, run.test_source, run.config.global_batch, *model, goes_on)
         if scores is None:

@@ -11,6 +11,7 @@ import numpy as np
 import tyro
 from PIL import Image, UnidentifiedImageError
 
+from trjax.commands import run_command
 from trjax.data.names import class_names
 from trjax.records import format_table
 from trjax.saved import Which, open_model, predict, top_classes
@@ -59,24 +60,28 @@ def read_image(path: Path, image_shape: tuple[int, int, int]) -> np.ndarray:
     return pixels.reshape(height, width, channels)
 
 
+def classify(options: Options) -> str:
+    """Returns the table of the likeliest classes of each image.
+
+    Raises:
+        ValueError: there is no run, or something is no picture.
+        OSError: a picture cannot be read.
+    """
+    if options.top < 1 or not options.images:
+        raise ValueError(f"top={options.top}, {len(options.images)} images: there must be at least one of both")
+    model = open_model(options.run, options.checkpoint, options.raw)
+    names, rows = class_names(model.config.data, model.spec.num_classes), []
+    images = np.stack([read_image(path, model.spec.image_shape) for path in options.images])
+    logits = np.asarray(jax.jit(lambda images: predict(model, images))(images))
+    for path, own in zip(options.images, logits, strict=True):
+        for index, share in top_classes(own, options.top):
+            rows.append([str(path), names[index], f"{share:.2%}"])
+    return format_table(["image", "class", "probability"], rows)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0, or 2 for a mistake."""
-    options = tyro.cli(Options, prog="python -m trjax.predict", args=list(arguments))
-    try:
-        if options.top < 1 or not options.images:
-            raise ValueError(f"top={options.top}, {len(options.images)} images: there must be at least one of both")
-        model = open_model(options.run, options.checkpoint, options.raw)
-        names, rows = class_names(model.config.data, model.spec.num_classes), []
-        images = np.stack([read_image(path, model.spec.image_shape) for path in options.images])
-        logits = np.asarray(jax.jit(lambda images: predict(model, images))(images))
-        for path, own in zip(options.images, logits, strict=True):
-            for index, share in top_classes(own, options.top):
-                rows.append([str(path), names[index], f"{share:.2%}"])
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(format_table(["image", "class", "probability"], rows))
-    return 0
+    return run_command("python -m trjax.predict", Options, classify, arguments)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from jax.experimental import multihost_utils
 _HEARTBEAT_SECONDS = 30  # a process that is silent for longer is taken for dead, and all others end
 _POLL_MS, _PATIENCE_SECONDS = 500, 900
 _FAREWELL_MS = 10_000
-_CLUSTERS = {"SLURM_STEP_NODELIST": "SLURM_STEP_NUM_TASKS", "OMPI_MCA_orte_hnp_uri": "OMPI_COMM_WORLD_SIZE"}
-"""What is set where a launcher that JAX knows has started this process, and what holds the number of processes."""
 _MPI_SIZE, _MPI_RANK = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+_CLUSTERS = {"SLURM_STEP_NODELIST": "SLURM_STEP_NUM_TASKS", "OMPI_MCA_orte_hnp_uri": _MPI_SIZE}
+"""What is set where a launcher that JAX knows has started this process, and what holds the number of processes."""
 _exchanges = count()  # all processes exchange the same things in the same order
 _KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 
@@ -129,8 +129,8 @@ def exchange(topic: str, text: str) -> list[str]:
     folder = f"trjax/said/{next(_exchanges)}-{topic}"
     if process_index():
         client.key_value_set(f"{folder}/{process_index()}", text)
-        return json.loads(_hear(client, f"{folder}/all"))
-    said = [text, *(_hear(client, f"{folder}/{process}") for process in range(1, _count()))]
+        return json.loads(_hear(client, f"{folder}/all", 0))
+    said = [text, *(_hear(client, f"{folder}/{process}", process) for process in range(1, _count()))]
     client.key_value_set(f"{folder}/all", json.dumps(said))  # so that not everyone asks everyone
     return said
 
@@ -140,15 +140,14 @@ def find_hosts() -> list[str]:
     return exchange("host", socket.gethostname())
 
 
-def _hear(client: Any, key: str) -> str:
+def _hear(client: Any, key: str, speaker: int) -> str:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         for name, message in client.key_value_dir_get("trjax/failed/"):
             raise ValueError(f"process {name.rpartition('/')[2]} has failed: {message}")
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             return client.blocking_key_value_get(key, _POLL_MS)
-    name = key.rpartition("/")[2].replace("all", "0")
-    raise TimeoutError(f"process {name} has said nothing for {_PATIENCE_SECONDS} s: it hangs")
+    raise TimeoutError(f"process {speaker} has said nothing for {_PATIENCE_SECONDS} s: it hangs")
 
 
 def announce_failure(message: str) -> None:

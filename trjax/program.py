@@ -15,7 +15,7 @@ from trjax import collectives
 from trjax.backward import Recipe
 from trjax.chain import Chain, init_chain
 from trjax.config import Config
-from trjax.data.augment import make_augment, normalise
+from trjax.data.augment import Preprocess, make_augment, normalise
 from trjax.data.batches import Batch, count_batches
 from trjax.data.sources import DataSpec, describe
 from trjax.forms import StateForms, conv_order_of, make_forms
@@ -71,6 +71,10 @@ class Program:
     accumulate: Any
     reduce_totals: Any
 
+    def step_of(self, size: int) -> Any:
+        """Returns the train step for images resized to this side; 0: as they are."""
+        return self.resized_steps[size] if size else self.train_step
+
     @property
     def plan(self) -> Plan:
         """Where the gradients live."""
@@ -117,6 +121,11 @@ def make_chain(config: Config, spec: DataSpec) -> Chain:
         drop_path=model.drop_path,
         dropout=model.dropout,
     )
+
+
+def make_prepare(config: Config, size: int = 0) -> Preprocess:
+    """Returns the preprocessing of a run's training images, resized to this side; 0: as they are."""
+    return make_augment(config.data, describe(config.data), config.seed, config.optim.label_smoothing, size)
 
 
 def shape_run(config: Config, chain: Chain | None = None) -> Shapes:
@@ -250,10 +259,9 @@ def make_program(
 
     def make_step(size: int) -> Any:
         return make_train_step(
-            recipe, optimizer, make_augment(config.data, spec, config.seed, config.optim.label_smoothing, size), mesh,
-            forms.specs, forms.formats, seed=config.seed, steps_per_epoch=steps_per_epoch,
-            ema_decay=config.optim.ema_decay, written_out=reducer.written_out,
-            options=_step_options(config, reducer, plan, mesh),
+            recipe, optimizer, make_prepare(config, size), mesh, forms.specs, forms.formats,
+            seed=config.seed, steps_per_epoch=steps_per_epoch, ema_decay=config.optim.ema_decay,
+            written_out=reducer.written_out, options=_step_options(config, reducer, plan, mesh),
         )  # fmt: skip
 
     return Program(

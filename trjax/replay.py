@@ -16,7 +16,6 @@ from trjax.backward import score
 from trjax.chain import Chain, apply_segment
 from trjax.checkpoint import Checkpoints, decode
 from trjax.config import Config
-from trjax.data.augment import make_augment
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
 from trjax.data.sources import describe, load
@@ -24,7 +23,7 @@ from trjax.keys import example_keys, stream_key
 from trjax.loop import BAD_STEP
 from trjax.mesh import make_mesh, start_platform
 from trjax.plan import name_leaves
-from trjax.program import make_chain, make_program
+from trjax.program import make_chain, make_prepare, make_program
 
 
 @dataclass(frozen=True)
@@ -130,14 +129,13 @@ def replay(config: Config) -> list[Finding]:
     indices[: len(bad["indices"])] = bad["indices"]
     mask = (np.arange(config.global_batch) < len(bad["indices"])).astype(np.float32)
     batch = Batch(*source.read(indices), mask, indices)
-    size, findings = config.data.size_at(bad["epoch"]), []
-    augment = make_augment(config.data, spec, config.seed, config.optim.label_smoothing, size)
+    prepare, findings = make_prepare(config, config.data.size_at(bad["epoch"])), []
     key = jax.random.fold_in(stream_key(config.seed, "dropout"), bad["step"])
     for part in range(config.accumulate * devices):
         size = config.global_batch // (config.accumulate * devices)
         block = Batch(*(leaf[part * size : (part + 1) * size] for leaf in batch))
         micro, device = divmod(part, devices)
-        inputs = augment(block, jnp.int32(bad["epoch"]))
+        inputs = prepare(block, jnp.int32(bad["epoch"]))
         where = find_first(chain, state.params, state.batch_stats, inputs, block, key, config.global_batch)
         findings.append(Finding(micro, device, where))
     return findings

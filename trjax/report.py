@@ -14,12 +14,12 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trjax.commands import run_command
 from trjax.config import Config
 from trjax.explain_step import StepOptions, examine, format_audit
 from trjax.figures import make_timeline
 from trjax.records import Record, read_metrics
-from trjax.tables import config_from_table, read_table
-from trjax.workdir import flat_options
+from trjax.workdir import flat_options, read_config
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -71,10 +71,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         ValueError: there is no run, or nothing recorded of it.
     """
-    if not (folder / "config.toml").is_file():
-        raise ValueError(f"{folder} holds no run: there is no config.toml in it")
-    config = config_from_table(read_table(folder / "config.toml"), Config(), str(folder / "config.toml"))
-    records = read_metrics(folder / "metrics.jsonl")
+    config, records = read_config(folder), read_metrics(folder / "metrics.jsonl")
     if not records:
         raise ValueError(f"{folder} has no records yet")
     return Run(folder.resolve().name, config, records)
@@ -190,24 +187,28 @@ def write_csv(path: Path, runs: Sequence[Run]) -> None:
         writer.writerows([run.name, *asdict(record).values()] for run in runs for record in run.records)
 
 
+def write_report(options: Options) -> str:
+    """Writes the page, and the table if asked for, and returns where the page is.
+
+    Raises:
+        ValueError: there is no run, or nothing recorded of it.
+        OSError: a file cannot be written.
+    """
+    if not options.runs:
+        raise ValueError("name at least one run's folder")
+    runs = [read_run(folder) for folder in options.runs]
+    path = Path(options.out) if options.out else options.runs[0] / "report.html"
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: its folder does not exist")
+    if options.csv:
+        write_csv(Path(options.csv), runs)
+    path.write_text(make_page(runs, options), encoding="utf-8")
+    return str(path)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0, or 2 for a mistake."""
-    options = tyro.cli(Options, prog="python -m trjax.report", args=list(arguments))
-    try:
-        if not options.runs:
-            raise ValueError("name at least one run's folder")
-        runs = [read_run(folder) for folder in options.runs]
-        path = Path(options.out) if options.out else options.runs[0] / "report.html"
-        if not path.parent.is_dir():
-            raise ValueError(f"{path}: its folder does not exist")
-        if options.csv:
-            write_csv(Path(options.csv), runs)
-        path.write_text(make_page(runs, options), encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(path)
-    return 0
+    return run_command("python -m trjax.report", Options, write_report, arguments)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trjax.batchnorm import fold_batchnorm
-from trjax.chain import evaluate_chain
 from trjax.checkpoint import Checkpoints, decode
 from trjax.config import Config
 from trjax.data.augment import normalise
 from trjax.data.sources import DataSpec, describe
 from trjax.mesh import make_mesh, start_platform
 from trjax.program import Program, make_program
-from trjax.tables import config_from_table, read_table
+from trjax.state import TrainState, models_of
+from trjax.step import evaluate_folded
+from trjax.workdir import read_config
 
 Which = Literal["last", "best"]
 
@@ -28,7 +28,7 @@ class SavedModel:
     Attributes:
         config: of the run.
         spec: of its data.
-        program: of the run on the devices named, not compiled.
+        program: of the run on one device, not compiled.
         params: `{segment: tree}`, arrays of the host.
         batch_stats: likewise.
         step: of the checkpoint.
@@ -44,44 +44,48 @@ class SavedModel:
     is_mean: bool
 
 
-def open_model(
-    folder: Path,
-    which: Which = "best",
-    raw: bool = False,
-    platform: Literal["auto", "cpu", "cuda"] = "cpu",
-    devices: str = "0",
-) -> SavedModel:
-    """Reads a run's model, with its running means in place of the last parameters if it keeps them.
+def read_state(
+    folder: Path, which: Which, platform: Literal["auto", "cpu", "cuda"] = "cpu", devices: str = "0"
+) -> tuple[Config, Program, TrainState, int]:
+    """Reads a checkpoint of a run: its options, its program, not compiled, its state, arrays of the host, and its step.
 
     Args:
         folder: of the run.
         which: checkpoint to read; without any evaluated one the best is the last.
-        raw: the last parameters in any case.
-        platform: of the devices that it is to run on.
+        platform: of the devices that the program is for.
         devices: these.
 
     Raises:
         ValueError: there is no run, or no whole checkpoint of it.
     """
-    file = folder / "config.toml"
-    if not file.is_file():
-        raise ValueError(f"{folder} holds no run: there is no config.toml in it")
-    config = config_from_table(read_table(file), Config(), str(file))
+    config = read_config(folder)
     if not (folder / "checkpoints").is_dir():
         raise ValueError(f"{folder} holds no checkpoint yet")
     checkpoints = Checkpoints(folder / "checkpoints", lambda _: None)
-    about = checkpoints.best if which == "best" else None
-    about = about or checkpoints.last
+    about = (checkpoints.best if which == "best" else None) or checkpoints.last
     if about is None:
         raise ValueError(f"{folder} holds no checkpoint that is whole")
     start_platform(platform, devices)
     program = make_program(config, make_mesh(devices))
-    state = decode(checkpoints.read(about.step), program.forms.saved_shape, str(checkpoints.path(about.step)))
-    spec, is_mean = describe(config.data), bool(state.ema) and not raw
-    params, batch_stats = (
-        (state.ema["params"], state.ema["batch_stats"]) if is_mean else (state.params, state.batch_stats)
-    )
-    return SavedModel(config, spec, program, params, batch_stats, about.step, is_mean)
+    data = checkpoints.read(about.step)
+    return config, program, decode(data, program.forms.saved_shape, str(checkpoints.path(about.step))), about.step
+
+
+def open_model(folder: Path, which: Which = "best", raw: bool = False) -> SavedModel:
+    """Reads a run's model, with its running means in place of the last parameters if it keeps them.
+
+    Args:
+        folder: of the run.
+        which: checkpoint to read, see `read_state`.
+        raw: the last parameters in any case.
+
+    Raises:
+        ValueError: there is no run, or no whole checkpoint of it.
+    """
+    config, program, state, step = read_state(folder, which)
+    models = models_of(state)
+    name = "ema" if "ema" in models and not raw else "test"
+    return SavedModel(config, describe(config.data), program, *models[name], step, name == "ema")  # type: ignore[index]
 
 
 def predict(model: SavedModel, images: jax.Array) -> jax.Array:
@@ -91,13 +95,8 @@ def predict(model: SavedModel, images: jax.Array) -> jax.Array:
         model: a ResNet, not one of the user's own.
         images: uint8, or of the same values, shape (examples, height, width, channels).
     """
-    folded, rest = fold_batchnorm(model.params, model.batch_stats)
-    pixels = normalise(jnp.asarray(images), model.spec)
-    chain = model.program.recipe.chain
-    logits = evaluate_chain(chain, folded, rest, pixels)
-    if model.config.data.flip_test:
-        logits = (logits + evaluate_chain(chain, folded, rest, pixels[:, :, ::-1])) / 2
-    return logits
+    pixels, flip = normalise(jnp.asarray(images), model.spec), model.config.data.flip_test
+    return evaluate_folded(model.program.recipe.chain, model.params, model.batch_stats, pixels, flip)
 
 
 def top_classes(logits: np.ndarray, count: int) -> list[tuple[int, float]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,12 @@ def init_state(
     ema = {"params": params, "batch_stats": batch_stats} if keep_ema else {}
     loss_scale = {"scale": jnp.full((), FIRST_SCALE), "good_steps": zero} if scale_loss else {}
     return TrainState(params, batch_stats, optimizer.init(select(params)), zero, zero, ema, loss_scale)
+
+
+def models_of(state: TrainState) -> dict[Literal["test", "ema"], tuple[Any, Any]]:
+    """Returns what is evaluated of a state, parameters and statistics: its own, and its running means if any."""
+    own: dict[Literal["test", "ema"], tuple[Any, Any]] = {"test": (state.params, state.batch_stats)}
+    return own | ({"ema": (state.ema["params"], state.ema["batch_stats"])} if state.ema else {})
 
 
 def unscale(gradients: Any, loss_scale: Any) -> Any:

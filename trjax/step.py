@@ -135,6 +135,23 @@ def train_split(micro_batches: int) -> PartitionSpec:
     return SPLIT if micro_batches == 1 else SPLIT_MICRO
 
 
+def evaluate_folded(chain: Chain, params: Any, batch_stats: Any, x: jax.Array, flip: bool) -> jax.Array:
+    """Returns the logits of a block of examples, with BatchNorm folded into its scale and bias first.
+
+    Args:
+        chain: the model.
+        params: `{segment: tree}`.
+        batch_stats: likewise.
+        x: preprocessed images, shape (examples, height, width, channels).
+        flip: the mean of an image's logits and its mirror image's.
+    """
+    folded, rest = fold_batchnorm(params, batch_stats)
+    logits = evaluate_chain(chain, folded, rest, x)
+    if flip:
+        logits = (logits + evaluate_chain(chain, folded, rest, x[:, :, ::-1])) / 2
+    return logits
+
+
 def make_evaluation(
     chain: Chain,
     preprocess: Callable[[jax.Array], jax.Array],
@@ -160,11 +177,7 @@ def make_evaluation(
     """
 
     def accumulate(totals: jax.Array, params: Any, batch_stats: Any, block: Batch) -> jax.Array:
-        folded, rest = fold_batchnorm(params, batch_stats)
-        images = preprocess(jnp.asarray(block.images))
-        logits = evaluate_chain(chain, folded, rest, images)
-        if flip:
-            logits = (logits + evaluate_chain(chain, folded, rest, images[:, :, ::-1])) / 2
+        logits = evaluate_folded(chain, params, batch_stats, preprocess(jnp.asarray(block.images)), flip)
         return totals + score(logits, block.labels, block.mask)[1][None]
 
     def reduce_totals(totals: jax.Array) -> jax.Array:

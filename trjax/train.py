@@ -74,11 +74,7 @@ class Summary:
 
 
 def _train(
-    config: Config,
-    start: Start,
-    display: Display,
-    interrupted: Callable[[], bool],
-    started: float,
+    config: Config, start: Start, display: Display, interrupted: Callable[[], bool], started: float
 ) -> tuple[int, bool]:
     """Compiles and trains, and returns the step at which the run is then, and whether that has been evaluated."""
     program = start.program
@@ -88,15 +84,12 @@ def _train(
     rates = make_learning_rates(config.optim, config.epochs, program.steps_per_epoch, config.global_batch)
     process, alone = process_index(), jax.process_count() == 1
     board = start.workdir / "tensorboard" if config.tensorboard and start.checkpoints else None
-    maker = ThreadPoolExecutor(1, "compile")
-    compiled = compile_program(program, config.data.sizes_from(start.step // program.steps_per_epoch), maker)
-    exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
-    with (
-        watch(config.watchdog_seconds, process, start.workdir / f"watchdog{process}.log") as fed,
-        open_board(board, start.step) as write,
-        ExitStack() as leaving,
-    ):
+    with ExitStack() as leaving:
+        maker = ThreadPoolExecutor(1, "compile")
         leaving.callback(maker.shutdown, cancel_futures=True)
+        compiled = compile_program(program, config.data.sizes_from(start.step // program.steps_per_epoch), maker)
+        exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
+        log = start.workdir / f"watchdog{process}.log"
         run = Run(
             config=config,
             workdir=start.workdir,
@@ -106,20 +99,18 @@ def _train(
             learning_rates=rates,
             checkpoints=start.checkpoints,
             display=display,
-            board=write,
+            board=leaving.enter_context(open_board(board, start.step)),
             started=started,
             interrupted=interrupted,
             alone=alone,
-            fed=fed,
+            fed=leaving.enter_context(watch(config.watchdog_seconds, process, log)),
         )
         try:
             return run_loop(run, start.state, start.step, start.evaluated)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            needed, present = (
-                number / 1e9 for number in (needed_bytes(compiled.train_step), device_bytes(program.mesh))
-            )
+            needed, present = needed_bytes(compiled.train_step) / 1e9, device_bytes(program.mesh) / 1e9
             raise OutOfDeviceMemoryError(
                 f"out of memory: the step needs {needed:.2f} GB on each device, which has {present:.2f}; {SMALLER}"
             ) from error
@@ -225,11 +216,8 @@ def main(arguments: Sequence[str]) -> int:
     except BadNumbersError as error:
         _tell(f"error: {error}", sys.stderr)
         return BAD_NUMBERS
-    except (
-        OSError,
-        jax.errors.JaxRuntimeError,
-        OutOfDeviceMemoryError,
-    ) as error:  # a full disk, a folder or a process that went away
+    except (OSError, jax.errors.JaxRuntimeError, OutOfDeviceMemoryError) as error:
+        # A full disk, a folder or a process that went away, a device that is too small.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         _tell(f"error: {reason}; checkpoints are as they were", sys.stderr)
         return FILES

@@ -29,6 +29,18 @@ def flat_options(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return options
 
 
+def read_config(workdir: Path) -> Config:
+    """Returns the options of the run in a folder.
+
+    Raises:
+        ValueError: there is none, or its file cannot be used.
+    """
+    path = workdir / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{workdir} holds no run: there is no config.toml in it")
+    return config_from_table(read_table(path), Config(), str(path))
+
+
 def open_workdir(config: Config) -> Path:
     """Creates the run's folder, or checks that an existing one holds the same run.
 
@@ -41,7 +53,7 @@ def open_workdir(config: Config) -> Path:
         workdir = Path(config.workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         if (workdir / "config.toml").exists():
-            _check_same_run(config, workdir / "config.toml")
+            _check_same_run(config, workdir)
         elif (workdir / "checkpoints").exists():
             raise ValueError(f"workdir={workdir} holds checkpoints but no config.toml; use another folder")
     except OSError as error:
@@ -100,8 +112,8 @@ def _new_workdir(config: Config) -> Path:
     raise ValueError(f"runs/{name} exists a thousand times over; pass --workdir")
 
 
-def _check_same_run(config: Config, path: Path) -> None:
-    saved = flat_options(asdict(config_from_table(read_table(path), Config(), str(path))))
+def _check_same_run(config: Config, workdir: Path) -> None:
+    saved = flat_options(asdict(read_config(workdir)))
     given = flat_options(asdict(config))
     differing = [
         f"{option} is {saved[option]!r} there and {value!r} here"
@@ -110,6 +122,6 @@ def _check_same_run(config: Config, path: Path) -> None:
     ]
     if differing:
         raise ValueError(
-            f"{path.parent} holds another run: {'; '.join(differing)}; "
+            f"{workdir} holds another run: {'; '.join(differing)}; "
             "use another --workdir, or leave these options out to resume it"
         )

@@ -46,10 +46,10 @@ class Operation(NamedTuple):
 def draw_operation(key: jax.Array) -> Operation:
     """Returns an operation and its strength, each as likely as any other."""
     which, strength, sign = jax.random.split(key, 3)
-    index = jax.random.randint(which, (), 0, len(OPERATIONS))
     drawn = jax.random.randint(strength, (), 0, STRENGTHS) / (STRENGTHS - 1)
-    signed = jnp.isin(index, jnp.array([OPERATIONS.index(name) for name in _SIGNED]))
-    return Operation(index, drawn * jnp.where(signed & jax.random.bernoulli(sign), -1, 1))
+    operation = Operation(jax.random.randint(which, (), 0, len(OPERATIONS)), drawn)
+    negative = operation.any_of(*_SIGNED) & jax.random.bernoulli(sign)
+    return operation._replace(strength=drawn * jnp.where(negative, -1, 1))
 
 
 def _move(operation: Operation, image: jax.Array) -> jax.Array:
