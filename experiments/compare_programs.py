@@ -64,7 +64,7 @@ class Options:
     """Compile ResNet-50's train step, written in several ways, for eight H100s and more; compare what came out."""
 
     quick: bool = False
-    """ResNet-8 on CIFAR-10 without augmentation, on one host, where `auto` would be `two_group`."""
+    """A wide ResNet-8 on CIFAR-10 without augmentation, on one host, where `auto` would be `two_group`."""
     out: Path = Path("results")
     """Folder for the CSV and the figure."""
 

@@ -47,7 +47,7 @@ class Options:
     steps: int = 300
     """How many."""
     quick: bool = False
-    """A third of them, of a narrower model."""
+    """Half of them, of a narrower model."""
     out: Path = Path("results")
     """Folder for the CSV and the figure."""
 
@@ -106,7 +106,7 @@ def run(options: Options) -> None:
         )
     config, steps = preset_config(options.preset), options.steps
     if options.quick:
-        config, steps = replace(config, model=replace(config.model, width=4)), steps // 3
+        config, steps = replace(config, model=replace(config.model, width=4)), steps // 2
     config = replace(config, devices=options.devices, data=replace(config.data, root=options.data_root))
     start_platform(options.platform, options.devices)
     announce(hardware(), options.out)

@@ -27,11 +27,12 @@ def check_compare_programs(rows: Rows) -> None:
     by_program = {(row["bn"], row["program"]): row for row in rows}
     names = [("local", "pmean"), ("local", "two_group"), ("sync", "automatic"), ("sync", "two_group")]
     assert list(by_program) == names
-    # The model is so small that the compiler combines all leaves: one AllReduce, behind everything.
+    # The model is so small that the compiler combines all leaves: one AllReduce, behind nearly everything.
     ordinary, ours = by_program["local", "pmean"], by_program["local", "two_group"]
-    assert (ordinary["AllReduces"], ordinary["blocking"]) == ("1", "1")
+    assert ordinary["AllReduces"] == "1"
+    assert float(ordinary["exposed ms"]) > 0.75 * float(ordinary["communication ms"])
     assert (ours["AllReduces"], ours["blocking"], ours["transposes"]) == ("2", "0", "0")
-    assert float(ours["exposed ms"]) < float(ordinary["exposed ms"])
+    assert float(ours["exposed ms"]) < 0.5 * float(ordinary["exposed ms"])
     assert ours["reduced MB"] == ordinary["reduced MB"]
     for row in rows:
         assert 0 <= float(row["gradients exposed ms"]) <= float(row["exposed ms"]) <= float(row["communication ms"])
@@ -73,14 +74,14 @@ def check_sweep_buckets(rows: Rows) -> None:
     machines = ["1x8 NVLink", "4x8 50 GB/s", "32x8 12.5 GB/s"]
     assert list(dict.fromkeys(row["machine"] for row in rows)) == machines
     for where in machines:
-        each, some, one, two_group, _ = (row for row in rows if row["machine"] == where)
-        assert [row["AllReduces"] for row in (each, some, one, two_group)] == ["23", "4", "1", "2"]  # 23 parameters
+        each, some, large, two_group, _ = (row for row in rows if row["machine"] == where)
+        assert [row["AllReduces"] for row in (each, some, large, two_group)] == ["23", "4", "2", "2"]  # 23 parameters
         assert two_group["blocking"] == "0"
-        # The paper's shape: a bucket for each gradient is worst, and one for all is not the best.
-        assert float(each["exposed ms"]) > 3 * float(one["exposed ms"])
-        assert float(one["exposed ms"]) > float(some["exposed ms"]) or where == "32x8 12.5 GB/s"
-        assert float(two_group["exposed ms"]) < float(one["exposed ms"])
-        assert float(each["communication ms"]) > float(some["communication ms"]) > float(one["communication ms"])
+        # The paper's shape: a bucket for each gradient is worst, and the largest are not the best.
+        assert float(each["exposed ms"]) > 3 * float(large["exposed ms"])
+        assert float(large["exposed ms"]) > float(some["exposed ms"])
+        assert float(two_group["exposed ms"]) < float(large["exposed ms"])
+        assert float(each["communication ms"]) > float(some["communication ms"]) > float(large["communication ms"])
     slower = [float(row["communication ms"]) for row in rows if row["bucket MiB"] == "25.0"]
     assert slower == sorted(slower)
 
