@@ -16,11 +16,13 @@ from helpers import (
     worst_kind_error,
 )  # fmt: skip
 
+from trjax.audit import audit
 from trjax.chain import init_chain
 from trjax.collectives import sum_moments
 from trjax.compilation import lower_step
 from trjax.compiled import compile_lowered
 from trjax.mesh import make_topology_mesh
+from trjax.planning import machine_of
 from trjax.program import Program, make_program
 from trjax.targets import TARGETS, compile_config
 
@@ -83,6 +85,11 @@ def test_one_reduction_and_the_memory_of_one_micro_batch() -> None:
     images = 3 * 256 * 8 * 8 * 3 * (1 + 2 + 4)  # of all micro-batches, in uint8, bfloat16 and float32
     assert images < 2 * activations / 1.3  # the bound is far from the memory of all of them
     assert compiled[3].temp_bytes < 1.01 * activations + 2 * gradients + images
+    found = audit(compiled[3], machine_of(made[3].mesh), 512 * 3)
+    deep, first = found.timeline.communications  # behind the rest of the last micro-batch's backward, as with one
+    assert not deep.blocking
+    assert not first.blocking
+    assert any(span.operation.kind == "convolution" for span in deep.behind)
     flops = {count: sum(operation.flops for operation in of_it.operations) for count, of_it in compiled.items()}
     assert flops[3] == 3 * flops[1]
 
