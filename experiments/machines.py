@@ -32,7 +32,9 @@ def without_augmentation(config: Config) -> Config:
 def quick_config() -> Config:
     """Returns a run that compiles fast and has something to reduce: ResNet-8, 64 wide, without augmentation."""
     preset = preset_config("cifar10-resnet20")
-    return without_augmentation(replace(preset, global_batch=128, model=replace(preset.model, arch="resnet8", width=64)))
+    return without_augmentation(
+        replace(preset, global_batch=128, model=replace(preset.model, arch="resnet8", width=64))
+    )
 
 
 def mesh_of(machine: Machine) -> Mesh:

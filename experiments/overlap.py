@@ -69,7 +69,11 @@ class Options:
 
 def small_chain() -> Chain:
     """Returns a chain with every kind of region that compiles fast."""
-    return {"stem": StemSegment(32, "cifar"), "block": Block(256, 2, bottleneck=False, projection=True), "head": Head(10)}
+    return {
+        "stem": StemSegment(32, "cifar"),
+        "block": Block(256, 2, bottleneck=False, projection=True),
+        "head": Head(10),
+    }
 
 
 def keep(buffer: jax.Array, after: jax.Array | None) -> jax.Array:

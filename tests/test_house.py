@@ -37,7 +37,7 @@ FLOORS = [
     ["step", "forms", "audit", "figures"],
     ["program", "explain_cost", "interchange"],
     ["compilation", "saved"],
-    ["evaluation"],
+    ["evaluation", "progress"],
     ["loop", "explain_step"],
     ["replay", "start"],
     ["train", "explain", "predict", "export", "report"],

@@ -381,6 +381,33 @@ def test_a_stop_does_not_wait_for_the_evaluation() -> None:
         assert strip[0] == strip[1]
 
 
+@pytest.mark.parametrize("changes", [{}, pytest.param({"accumulate": 2, "reducer": "zero1"}, marks=pytest.mark.slow)])
+def test_several_steps_in_a_call_are_the_same_steps(changes: Any) -> None:
+    """Three steps at a time, then two, of five an epoch, with a checkpoint every four; stopped in between."""
+    config = {"devices": "0-1", "data": AUGMENTED, "save_every": 4, **changes}
+    run_tiny("one", **config)
+    stopped = run_tiny("several", steps_per_dispatch=3, stop_after=2, **config)
+    assert (stopped.finished, stopped.step) == (False, 4)  # behind a call of three, and one alone: a checkpoint is due
+    run_tiny("several", steps_per_dispatch=2, **config)
+    one, several = [load_file(Path(run, "checkpoints", "10.safetensors")) for run in ("one", "several")]
+    for name, leaf in one.items():
+        np.testing.assert_allclose(several[name], leaf, atol=1e-6, err_msg=name)
+    tests = [[line["loss"] for line in lines(run) if line["split"] == "test"] for run in ("one", "several")]
+    assert tests[0] == pytest.approx(tests[1], rel=1e-5)
+    # lines are due every two steps; one call has one time, and so one line: of 3, 1 | 1, 2, 1 | 1, 1 steps
+    assert [line["step"] for line in lines("several") if line["split"] == "train"] == [3, 4, 5, 7, 8, 10]
+
+
+def test_no_step_of_a_call_follows_one_bad_step_too_many() -> None:
+    with pytest.raises(BadNumbersError, match=r"4 steps in a row, the first of them step 2"):
+        run_tiny("run", optim=OptimConfig(learning_rate=1e30), max_bad_steps=4, steps_per_dispatch=2)
+    assert json.loads(Path("run/bad_step.json").read_text())["checkpoint"] == 5
+    with pytest.raises(ValueError, match="steps_per_dispatch=3 with max_bad_steps=4: must be positive, and at most"):
+        tiny_config(max_bad_steps=4, steps_per_dispatch=3)
+    with pytest.raises(ValueError, match="steps_per_dispatch=2 with data.sizes"):
+        tiny_config(data=replace(DATA, sizes=(4,), size_epochs=(1,)), steps_per_dispatch=2)
+
+
 def test_a_last_batch_that_is_left_out_is_nowhere() -> None:
     assert run_tiny("run", last_batch="drop").step == 8
     assert [(record["step"], record["examples"]) for record in lines("run") if record["split"] == "train"] == [

@@ -47,6 +47,12 @@ def lower_step(program: Program, size: int = 0) -> Any:
     return step.lower(program.forms.shape, program.batch_shape, rates, votes)
 
 
+def _lower_steps(program: Program, dispatch: int) -> Any:
+    stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((dispatch, *leaf.shape), leaf.dtype), program.batch_shape)
+    rates, votes = (jax.ShapeDtypeStruct((size,), np.float32) for size in (program.num_steps, program.mesh.size))
+    return program.train_steps.lower(program.forms.shape, stacked, rates, votes)
+
+
 def needed_bytes(step: Any) -> int:
     """Returns what a compiled step needs on a device: arguments, results in places of their own, all in between."""
     memory = step.memory_analysis()
@@ -70,7 +76,9 @@ def compile_evaluation(program: Program) -> Program:
     )
 
 
-def compile_program(program: Program, sizes: Sequence[int] = (0,), maker: ThreadPoolExecutor | None = None) -> Program:
+def compile_program(
+    program: Program, sizes: Sequence[int] = (0,), maker: ThreadPoolExecutor | None = None, dispatch: int = 1
+) -> Program:
     """Returns the program with its steps and its evaluation compiled, once for the whole run.
 
     A compiled function refuses any other shape, type or placement: nothing can compile again unnoticed.
@@ -79,6 +87,7 @@ def compile_program(program: Program, sizes: Sequence[int] = (0,), maker: Thread
         program: to compile.
         sizes: sides to which the run resizes its images, as it needs them; 0: as they are.
         maker: compiles the steps for all but the first of them, while the run goes on.
+        dispatch: steps of one call, beside those of one step each.
 
     Raises:
         ValueError: the first step does not fit into memory.
@@ -93,4 +102,5 @@ def compile_program(program: Program, sizes: Sequence[int] = (0,), maker: Thread
     steps = {first: compile_step(first)}
     for size in others:
         steps[size] = Ahead(partial(compile_step, size), maker) if maker else compile_step(size)
-    return replace(compile_evaluation(program), train_step=steps.pop(0), resized_steps=steps)
+    several = _lower_steps(program, dispatch).compile() if dispatch > 1 else None
+    return replace(compile_evaluation(program), train_step=steps.pop(0), resized_steps=steps, train_steps=several)

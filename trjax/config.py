@@ -87,6 +87,8 @@ class Config:
     precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"
     """Type to compute in; parameters, statistics and reductions stay float32. Tf32 is float32 with fewer digits in
     convolutions, on GPUs; with float16 the loss is scaled, by as much as gradients allow."""
+    steps_per_dispatch: int = 1
+    """Steps that the devices do by themselves before the host speaks again: for small models; stops come behind all."""
     deterministic: bool = False
     """On GPUs: only kernels and AllReduces that give the same bits in every run, at some cost; the CPU always does."""
     keep: int = 2
@@ -137,6 +139,17 @@ class Config:
             0 <= self.watchdog_seconds <= 1e9,
             f"watchdog_seconds={self.watchdog_seconds}",
             "must be positive, at most 1e+09, or 0 for none",
+        )
+        several, most = self.steps_per_dispatch, self.max_bad_steps // 2 or 2**16
+        require(
+            several == 1 or 1 < several <= most,
+            f"steps_per_dispatch={self.steps_per_dispatch} with max_bad_steps={self.max_bad_steps}",
+            "must be positive, and at most half of the bad steps after which the run gives up",
+        )
+        require(
+            self.steps_per_dispatch == 1 or not self.data.sizes,
+            f"steps_per_dispatch={self.steps_per_dispatch} with data.sizes={self.data.sizes}",
+            "images that grow are for models that are not small; leave one of them out",
         )
         require(self.keep > 0, f"keep={self.keep}", "must be positive")
         require(

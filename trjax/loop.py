@@ -2,25 +2,18 @@
 
 import json
 import math
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
 
 import jax
-import numpy as np
 
-from trjax.checkpoint import About, Checkpoints
-from trjax.config import Config
-from trjax.data.batches import Batch, epoch_order, train_batches
-from trjax.data.sources import Source
+from trjax.checkpoint import About
+from trjax.data.batches import Batch, epoch_order
 from trjax.evaluation import evaluate_source
-from trjax.mesh import REPLICATED, place
-from trjax.plan import NUM_SCORES
 from trjax.processes import exchange
-from trjax.program import Program
-from trjax.records import Display, Meter, Record, Split, append_metrics, make_record
+from trjax.progress import Progress, Run
+from trjax.records import Meter, Split
 from trjax.state import TrainState, models_of
 
 BAD_STEP = "bad_step.json"
@@ -29,131 +22,6 @@ BAD_STEP = "bad_step.json"
 
 class BadNumbersError(Exception):
     """Too many steps in a row whose gradients are not finite."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the loop needs and never changes.
-
-    Attributes:
-        config: the run.
-        workdir: its folder.
-        program: compiled.
-        train_source: examples to learn from.
-        test_source: examples to be tested on.
-        learning_rates: of every update, float32.
-        checkpoints: of the run; None on all processes but the first, which alone writes.
-        display: for the console.
-        board: for TensorBoard.
-        started: when, `time.perf_counter`.
-        interrupted: tells whether this process is to stop.
-        alone: there is no other process.
-        fed: to be told of every step: the watchdog.
-    """
-
-    config: Config
-    workdir: Path
-    program: Program
-    train_source: Source
-    test_source: Source
-    learning_rates: np.ndarray
-    checkpoints: Checkpoints | None
-    display: Display
-    board: Callable[[Record], None]
-    started: float
-    interrupted: Callable[[], bool]
-    alone: bool
-    fed: Callable[[int], None]
-
-    @cached_property
-    def rates(self) -> jax.Array:
-        """The learning rates on the devices."""
-        return place(self.program.mesh, REPLICATED, self.learning_rates)
-
-    @cached_property
-    def votes(self) -> dict[bool, jax.Array]:
-        """What this process answers to: stop? On the devices."""
-        return {asked: self.program.votes(asked) for asked in (False, True)}
-
-    def record(self, split: Split, meter: Meter, step: int, learning_rate: float) -> Record:
-        """Writes what the meter has gathered to the file and the console, and empties it."""
-        record = make_record(
-            split,
-            meter.totals,
-            skipped=meter.skipped,
-            epoch=(step - 1) // self.program.steps_per_epoch + 1,
-            step=step,
-            learning_rate=float(f"{learning_rate:.7g}"),  # float32 has no more digits
-            images_per_second=meter.images_per_second,
-            seconds=time.perf_counter() - self.started,
-        )
-        meter.restart()
-        if self.checkpoints is not None:
-            append_metrics(self.workdir / "metrics.jsonl", record)
-            self.board(record)
-        self.display.record(record)
-        return record
-
-    def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """Yields this process's part of the batches of these steps."""
-        config = self.config
-        return train_batches(
-            self.train_source, config.global_batch, config.seed, start_step, end_step, config.last_batch,
-            self.program.rows,
-        )  # fmt: skip
-
-
-@dataclass
-class _Progress:
-    """Where a run is, as the results that were read tell: those of a step are read when the next one runs.
-
-    Attributes:
-        run: the run.
-        skipped: steps that changed nothing, since the run began.
-        step: the last one whose results were read.
-        learning_rate: of that step.
-        bad_in_row: steps that changed nothing, since the last good one.
-        stopping: all processes have agreed to stop.
-        gave_up: the first and the last of too many bad steps in a row.
-        unread: a step, and its results on the devices.
-        meter: of the steps that are in no record yet.
-    """
-
-    run: Run
-    skipped: int
-    step: int = 0
-    learning_rate: float = 0.0
-    bad_in_row: int = 0
-    stopping: bool = False
-    gave_up: tuple[int, int] | None = None
-    unread: tuple[int, jax.Array] | None = None
-    meter: Meter = field(default_factory=Meter)
-
-    def read(self) -> None:
-        """Waits for the results of the step that are not read yet, if there are any, and takes them in."""
-        if self.unread is None:
-            return
-        (self.step, outcome), self.unread, run = self.unread, None, self.run
-        values = np.asarray(outcome, np.float64)
-        scores, bad = values[:NUM_SCORES], bool(values[-1])
-        self.stopping |= bool(values[NUM_SCORES])
-        self.learning_rate = float(run.learning_rates[self.step - 1 - self.skipped])
-        self.skipped += bad
-        self.bad_in_row = self.bad_in_row + 1 if bad else 0
-        self.meter.add(scores, bad)
-        run.fed(self.step)
-        epoch = (self.step - 1) // run.program.steps_per_epoch + 1
-        run.display.advance(self.step, epoch, scores, self.meter.images_per_second)
-        if self.step % run.config.log_every == 0:
-            self.write()
-        if self.bad_in_row == run.config.max_bad_steps > 0:
-            self.gave_up, self.stopping = (self.step + 1 - self.bad_in_row, self.step), True
-
-    def write(self) -> None:
-        """Writes the record of what was read since the last one, if anything was."""
-        self.read()
-        if self.meter.steps:
-            self.run.record("train", self.meter, self.step, self.learning_rate)
 
 
 def _save(
@@ -167,7 +35,28 @@ def _save(
     return whole
 
 
-def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, end_step: int) -> tuple[TrainState, int]:
+def _in_calls(run: Run, progress: Progress, start_step: int, end_step: int) -> Iterator[list[Batch]]:
+    """Yields the batches of each call: as many as may go into one, or a single one.
+
+    No checkpoint is due inside of a call, and no step of it follows the one that is one bad step too many.
+    """
+    config, step = run.config, start_step
+    batches = run.batches(start_step, end_step)
+    while step < end_step:
+        save_at = (step // config.save_every + 1) * config.save_every if config.save_every else end_step
+        fits = step + config.steps_per_dispatch <= min(end_step, save_at)
+        count = config.steps_per_dispatch if fits else 1
+        if progress.may_give_up_within(count):
+            progress.read()
+            if progress.stopping:
+                return
+            if progress.may_give_up_within(count):
+                count = 1
+        yield list(islice(batches, count))
+        step += count
+
+
+def _train(run: Run, state: TrainState, progress: Progress, start_step: int, end_step: int) -> tuple[TrainState, int]:
     """Trains up to `end_step` or a stop; results are read one step late, so that the devices never wait.
 
     Every process reads the same results, and so all stop behind the same step.
@@ -180,15 +69,13 @@ def _train(run: Run, state: TrainState, progress: _Progress, start_step: int, en
     train_step = program.step_of(size)
     asked = not run.alone and run.interrupted()
     progress.meter.restart()
-    for batch in run.batches(start_step, end_step):
-        if progress.bad_in_row + 1 >= config.max_bad_steps > 0:
-            progress.read()  # that step may be one too many, and no other must follow it
-            if progress.stopping:
-                break
-        state, outcome = train_step(state, program.place_train(batch), run.rates, run.votes[asked])
-        step += 1
+    for batches in _in_calls(run, progress, start_step, end_step):
+        count = len(batches)
+        call = train_step if count == 1 else program.train_steps
+        state, outcomes = call(state, program.place_train(*batches), run.rates, run.votes[asked])
         progress.read()
-        progress.unread = (step, outcome)
+        progress.unread = (step + 1, outcomes)
+        step += count
         asked = run.interrupted()
         if progress.stopping or (run.alone and asked):
             break
@@ -259,7 +146,7 @@ def run_loop(run: Run, state: TrainState, step: int, evaluated: bool) -> tuple[i
     whole = state
     end_step, per_epoch = len(run.learning_rates), run.program.steps_per_epoch
     skipped = int(state.skipped)
-    progress = _Progress(run, skipped, learning_rate=float(run.learning_rates[max(step - 1 - skipped, 0)]))
+    progress = Progress(run, skipped, learning_rate=float(run.learning_rates[max(step - 1 - skipped, 0)]))
 
     def stopped() -> bool:
         return progress.stopping or (run.alone and run.interrupted())

@@ -53,6 +53,7 @@ class Program:
         init: `() -> TrainState`, jitted.
         train_step: see `step.make_train_step`.
         resized_steps: the same, by the side to which they resize the training images.
+        train_steps: several of them in one call; None if the run does not ask for that.
         accumulate: see `step.make_evaluation`.
         reduce_totals: likewise.
     """
@@ -68,6 +69,7 @@ class Program:
     init: Any
     train_step: Any
     resized_steps: Mapping[int, Any]
+    train_steps: Any
     accumulate: Any
     reduce_totals: Any
 
@@ -94,12 +96,15 @@ class Program:
         """Splits a batch of an evaluation, of which this process has its rows, over the devices."""
         return jax.tree.map(partial(place, self.mesh, SPLIT), batch)
 
-    def place_train(self, batch: Batch) -> Batch:
-        """Splits a training batch over the devices; of several micro-batches, each over all of them."""
+    def place_train(self, *batches: Batch) -> Batch:
+        """Splits a training batch, or those of one call, over the devices; of micro-batches, each over all of them."""
         micro_batches = self.recipe.micro_batches
         if micro_batches > 1:
-            batch = Batch(*(leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch))
-        return jax.tree.map(partial(place, self.mesh, train_split(micro_batches)), batch)
+            batches = tuple(
+                Batch(*(leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch)) for batch in batches
+            )
+        stacked = batches[0] if len(batches) == 1 else Batch(*map(np.stack, zip(*batches, strict=True)))
+        return jax.tree.map(partial(place, self.mesh, train_split(micro_batches, len(batches))), stacked)
 
     def votes(self, stop: bool) -> jax.Array:
         """Returns what this process's devices answer to: stop?"""
@@ -257,11 +262,11 @@ def make_program(
         probe_options(mesh, config.deterministic).accepted,
     )  # fmt: skip
 
-    def make_step(size: int) -> Any:
+    def make_step(size: int, dispatch: int = 1) -> Any:
         return make_train_step(
             recipe, optimizer, make_prepare(config, size), mesh, forms.specs, forms.formats,
             seed=config.seed, steps_per_epoch=steps_per_epoch, ema_decay=config.optim.ema_decay,
-            written_out=reducer.written_out, options=_step_options(config, reducer, plan, mesh),
+            written_out=reducer.written_out, dispatch=dispatch, options=_step_options(config, reducer, plan, mesh),
         )  # fmt: skip
 
     return Program(
@@ -276,6 +281,7 @@ def make_program(
         init=forms.init,
         train_step=make_step(0),
         resized_steps={size: make_step(size) for size in config.data.sizes},
+        train_steps=make_step(0, config.steps_per_dispatch) if config.steps_per_dispatch > 1 else None,
         accumulate=accumulate,
         reduce_totals=reduce_totals,
     )

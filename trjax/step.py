@@ -75,6 +75,7 @@ def make_train_step(
     steps_per_epoch: int,
     ema_decay: float = 0.0,
     written_out: bool = False,
+    dispatch: int = 1,
     options: Options | None = None,
 ) -> Any:
     """Returns the jitted update `(state, batch, learning_rates, votes) -> (state, outcome)`.
@@ -94,6 +95,7 @@ def make_train_step(
         seed: for dropout and the like.
         steps_per_epoch: batches after which the epoch changes.
         ema_decay: of the running mean, if the state has one.
+        dispatch: steps of one call; if more than 1, batches and outcomes have a leading dim of that many.
         written_out: the sums are the same on all devices, but `shard_map` cannot see it.
         options: to compile with; None leaves the compiler its own.
     """
@@ -114,10 +116,15 @@ def make_train_step(
             updated, results = _update(state, reduced, recipe.plan, optimizer, learning_rate), reduced["results"]
         return _advance(state, finite, updated, ema_decay), jnp.append(results, jnp.where(finite, 0.0, 1.0))
 
-    whole, batch_spec = placement(mesh, REPLICATED), train_split(recipe.micro_batches)
+    def block_steps(
+        state: TrainState, blocks: Batch, learning_rates: jax.Array, votes: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        return jax.lax.scan(lambda state, block: block_step(state, block, learning_rates, votes), state, blocks)
+
+    whole, batch_spec = placement(mesh, REPLICATED), train_split(recipe.micro_batches, dispatch)
     return jax.jit(
         jax.shard_map(
-            block_step,
+            block_step if dispatch == 1 else block_steps,
             mesh=mesh,
             in_specs=(specs, batch_spec, REPLICATED, SPLIT),
             out_specs=(specs, REPLICATED),
@@ -130,9 +137,10 @@ def make_train_step(
     )
 
 
-def train_split(micro_batches: int) -> PartitionSpec:
-    """Returns how a training batch is split over the devices: each micro-batch by itself, if there are several."""
-    return SPLIT if micro_batches == 1 else SPLIT_MICRO
+def train_split(micro_batches: int, dispatch: int = 1) -> PartitionSpec:
+    """Returns how training batches are split over the devices: each micro-batch by itself, if there are several."""
+    spec = SPLIT if micro_batches == 1 else SPLIT_MICRO
+    return spec if dispatch == 1 else PartitionSpec(None, *spec)
 
 
 def evaluate_folded(chain: Chain, params: Any, batch_stats: Any, x: jax.Array, flip: bool) -> jax.Array:

@@ -20,13 +20,14 @@ from trjax.config import Config
 from trjax.evaluation import evaluate_run
 from trjax.explain_step import dry_run
 from trjax.interrupts import STOPPED, catch_interrupts
-from trjax.loop import BadNumbersError, Run, run_loop
+from trjax.loop import BadNumbersError, run_loop
 from trjax.memory import device_bytes
 from trjax.optim import make_learning_rates
 from trjax.options import probe_options
 from trjax.presets import parse_options
 from trjax.processes import Processes, announce_failure, exchange, join_processes, leave, process_index
 from trjax.program import SMALLER
+from trjax.progress import Run
 from trjax.records import Display, open_board, open_display
 from trjax.replay import format_findings, replay
 from trjax.start import Start, start_run
@@ -87,7 +88,8 @@ def _train(
     with ExitStack() as leaving:
         maker = ThreadPoolExecutor(1, "compile")
         leaving.callback(maker.shutdown, cancel_futures=True)
-        compiled = compile_program(program, config.data.sizes_from(start.step // program.steps_per_epoch), maker)
+        sizes = config.data.sizes_from(start.step // program.steps_per_epoch)
+        compiled = compile_program(program, sizes, maker, config.steps_per_dispatch)
         exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
         log = start.workdir / f"watchdog{process}.log"
         run = Run(
