@@ -134,7 +134,7 @@ def test_missing_file() -> None:
         (lambda: ModelConfig(width=-1), "model.width=-1"),
         (lambda: Config(accumulate=0), "accumulate=0: must be positive"),
         (lambda: Config(bucket_mb=-1.0), "bucket_mb=-1.0: must not be negative"),
-        (lambda: Config(hosts=-1), "hosts=-1: must be positive, or 0"),
+        (lambda: Config(hosts=-1), "hosts=-1: must not be negative"),
         (lambda: Config(nccl=("ALGO=Ring",)), "nccl='ALGO=Ring': write NCCL_NAME=VALUE"),
         (lambda: OptimConfig(clip_norm=-1.0), "optim.clip_norm=-1.0"),
         (lambda: OptimConfig(beta2=1.0), "optim.beta2=1.0"),

@@ -32,7 +32,7 @@ FLOORS = [
         "commands",
     ],
     ["tables", "launch", "plan", "data", "resnet", "collectives", "optim", "state", "cost", "options", "operations"],
-    ["presets", "workdir", "packing", "reducers", "checkpoint", "grouping", "timeline", "compiled"],
+    ["presets", "workdir", "sizes", "packing", "reducers", "checkpoint", "grouping", "timeline", "compiled"],
     ["backward", "zero", "planning", "buffers"],
     ["step", "forms", "audit", "figures"],
     ["program", "explain_cost", "interchange"],

@@ -33,6 +33,7 @@ from trjax.loop import BadNumbersError
 from trjax.mesh import make_mesh
 from trjax.program import make_program
 from trjax.resnet import Head
+from trjax.start import start_run
 from trjax.tables import read_table
 from trjax.train import Summary, format_summary, main, train
 from trjax.workdir import lock_workdir
@@ -402,7 +403,7 @@ def test_no_step_of_a_call_follows_one_bad_step_too_many() -> None:
     with pytest.raises(BadNumbersError, match=r"4 steps in a row, the first of them step 2"):
         run_tiny("run", optim=OptimConfig(learning_rate=1e30), max_bad_steps=4, steps_per_dispatch=2)
     assert json.loads(Path("run/bad_step.json").read_text())["checkpoint"] == 5
-    with pytest.raises(ValueError, match="steps_per_dispatch=3 with max_bad_steps=4: must be positive, and at most"):
+    with pytest.raises(ValueError, match="steps_per_dispatch=3 with max_bad_steps=4: must be at most half"):
         tiny_config(max_bad_steps=4, steps_per_dispatch=3)
     with pytest.raises(ValueError, match="steps_per_dispatch=2 with data.sizes"):
         tiny_config(data=replace(DATA, sizes=(4,), size_epochs=(1,)), steps_per_dispatch=2)
@@ -413,6 +414,19 @@ def test_a_last_batch_that_is_left_out_is_nowhere() -> None:
     assert [(record["step"], record["examples"]) for record in lines("run") if record["split"] == "train"] == [
         (2, 48), (4, 48), (6, 48), (8, 48),
     ]  # fmt: skip
+
+
+def test_a_few_batches_to_learn_by_heart() -> None:
+    config: dict[str, Any] = {"overfit_batches": 2, "epochs": 3, "global_batch": 8, "data": DATA}
+    assert run_tiny("run", **config).step == 6
+    assert [line["examples"] for line in lines("run") if line["split"] == "test"] == [16] * 3
+    with start_run(tiny_config(workdir="run", **config), None, None, pytest.fail) as start:
+        assert len(start.train_source) == len(start.test_source) == 16
+        images, _ = sources.load(DATA)[0].read(np.arange(16))
+        for source in (start.train_source, start.test_source):
+            np.testing.assert_array_equal(source.read(np.arange(16))[0], images)
+    with pytest.raises(ValueError, match="overfit_batches=13 with global_batch=8: these are 104 examples, and there"):
+        run_tiny("more", **config | {"overfit_batches": 13})
 
 
 def launch(*arguments: str) -> subprocess.Popen[str]:

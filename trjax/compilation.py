@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from trjax.memory import require_device
-from trjax.program import SMALLER, Program
+from trjax.program import Program
+from trjax.sizes import SMALLER
 
 
 class Ahead:

@@ -78,6 +78,9 @@ class Config:
     """Parameters that stay as they are: kinds of region (G_FIRST_CONV) or patterns of names (stage1*/conv*)."""
     last_batch: Literal["pad", "drop"] = "pad"
     """What becomes of a last batch with fewer examples: padding that counts for nothing, or it is left out."""
+    overfit_batches: int = 0
+    """Batches of the first training examples, to train on alone and be tested on: what is sound learns them by heart;
+    0: all examples."""
     hosts: int = 0
     """Hosts that the devices are said to lie on, for hierarchical; 0: as many as there are."""
     nccl: tuple[str, ...] = ()
@@ -115,17 +118,16 @@ class Config:
 
     def __post_init__(self) -> None:
         check_values(self)
-        require(self.global_batch > 0, f"global_batch={self.global_batch}", "must be positive")
-        require(self.epochs > 0, f"epochs={self.epochs}", "must be positive")
+        for option in ("global_batch", "epochs", "accumulate", "keep", "log_every", "steps_per_dispatch"):
+            require(getattr(self, option) > 0, f"{option}={getattr(self, option)}", "must be positive")
+        for option in ("bucket_mb", "overfit_batches", "hosts", "save_every", "max_bad_steps"):
+            require(getattr(self, option) >= 0, f"{option}={getattr(self, option)}", "must not be negative")
         require(0 <= self.seed < 2**32, f"seed={self.seed}", "must be in [0, 2^32)")
         require(
             self.link_gbytes == 0 or 1e-6 <= self.link_gbytes <= 1e6,
             f"link_gbytes={self.link_gbytes}",
             "must be positive, from 1e-06 to 1e+06, or 0 to look it up",
         )
-        require(self.bucket_mb >= 0, f"bucket_mb={self.bucket_mb}", "must not be negative")
-        require(self.accumulate > 0, f"accumulate={self.accumulate}", "must be positive")
-        require(self.hosts >= 0, f"hosts={self.hosts}", "must be positive, or 0 for as many as there are")
         for pair in self.nccl:
             name, _, value = pair.partition("=")
             require(
@@ -133,29 +135,24 @@ class Config:
                 f"nccl={pair!r}",
                 "write NCCL_NAME=VALUE, NCCL_ALGO=Ring for instance",
             )
-        for option in ("save_every", "max_bad_steps"):
-            require(getattr(self, option) >= 0, f"{option}={getattr(self, option)}", "must not be negative")
         require(
             0 <= self.watchdog_seconds <= 1e9,
             f"watchdog_seconds={self.watchdog_seconds}",
             "must be positive, at most 1e+09, or 0 for none",
         )
-        several, most = self.steps_per_dispatch, self.max_bad_steps // 2 or 2**16
         require(
-            several == 1 or 1 < several <= most,
+            self.steps_per_dispatch == 1 or not 0 < self.max_bad_steps < 2 * self.steps_per_dispatch,
             f"steps_per_dispatch={self.steps_per_dispatch} with max_bad_steps={self.max_bad_steps}",
-            "must be positive, and at most half of the bad steps after which the run gives up",
+            "must be at most half of the bad steps after which the run gives up",
         )
         require(
             self.steps_per_dispatch == 1 or not self.data.sizes,
             f"steps_per_dispatch={self.steps_per_dispatch} with data.sizes={self.data.sizes}",
             "images that grow are for models that are not small; leave one of them out",
         )
-        require(self.keep > 0, f"keep={self.keep}", "must be positive")
         require(
             self.optim.ema_decay > 0 or not self.best_by.startswith("ema/"),
             f"best_by={self.best_by} with optim.ema_decay={self.optim.ema_decay}",
             "there are no running means; pass --optim.ema-decay",
         )
-        require(self.log_every > 0, f"log_every={self.log_every}", "must be positive")
         _check_schedule(self.optim, self.epochs, self.global_batch)

@@ -24,8 +24,9 @@ from trjax.options import nccl_settings, probe_options
 from trjax.plan import Plan
 from trjax.planning import compare_groupings, expect, machine_of
 from trjax.presets import parse_options
-from trjax.program import SMALLER, make_program, shape_run
+from trjax.program import make_program, shape_run
 from trjax.records import format_table
+from trjax.sizes import SMALLER
 from trjax.tables import config_to_toml
 from trjax.targets import CPU, compile_config, find_target
 

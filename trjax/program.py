@@ -1,6 +1,5 @@
 """A run's configuration turned into its parts: the one place from which `train` and `explain` take them."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,6 @@ from trjax.data.augment import Preprocess, make_augment, normalise
 from trjax.data.batches import Batch, count_batches
 from trjax.data.sources import DataSpec, describe
 from trjax.forms import StateForms, conv_order_of, make_forms
-from trjax.memory import require_memory
 from trjax.mesh import SPLIT, fill, own_rows, place, split_batch
 from trjax.optim import make_optimizer
 from trjax.options import DETERMINISTIC, USER_BUFFERS, Options, probe_options
@@ -27,14 +25,10 @@ from trjax.plan import NUM_SCORES, Plan, select_leaves
 from trjax.planning import Shapes, machine_of, plan_run
 from trjax.reducers import Reducer, make_reducer
 from trjax.resnet import make_resnet
+from trjax.sizes import check_size, count_examples
 from trjax.state import init_state
 from trjax.step import make_evaluation, make_train_step, train_split
 from trjax.zero import check_elementwise
-
-_MAX_STEPS = 10**8
-"""Of a run: their learning rates, 0.4 GB, lie on every device."""
-SMALLER = "use a smaller batch, model or image, --accumulate, or --reducer zero1"
-"""What to do where memory is too small."""
 
 
 @dataclass(frozen=True)
@@ -200,31 +194,6 @@ def _step_options(config: Config, reducer: Reducer, plan: Plan, mesh: Mesh) -> O
     return {name: value for name, value in options.items() if name != USER_BUFFERS}
 
 
-def _check_size(config: Config, mesh: Mesh, params: Any, spec: DataSpec, num_steps: int) -> None:
-    """Raises ValueError for a run that cannot fit, whatever it compiles to; a GPU says so itself."""
-    if num_steps > _MAX_STEPS:
-        raise ValueError(
-            f"epochs={config.epochs} with global_batch={config.global_batch}: {num_steps:,} steps are more than "
-            f"{_MAX_STEPS:,}; use fewer epochs or a larger batch"
-        )
-    first_drop = min(config.optim.milestones, default=config.epochs) * num_steps / config.epochs
-    if config.optim.warmup_steps > first_drop:
-        raise ValueError(
-            f"optim.warmup_steps={config.optim.warmup_steps} with {num_steps:,} steps in all: the warm-up must end "
-            "within the run, and before its first milestone; use fewer, or more epochs"
-        )
-    if mesh.devices.flat[0].platform == "cpu":
-        own = len(mesh.local_devices)
-        elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-        pixels = config.global_batch * math.prod(spec.image_shape) * own / mesh.size
-        require_memory(
-            f"global_batch={config.global_batch} on {own} of the CPU's devices, with {elements:,} parameters on each",
-            own * elements * 2 * 4
-            + pixels * (1 + 4 / config.accumulate),  # gradients too; pixels as they come, and float32
-            SMALLER,
-        )
-
-
 def make_program(
     config: Config, mesh: Mesh, chain: Chain | None = None, optimizer: optax.GradientTransformation | None = None
 ) -> Program:
@@ -238,15 +207,15 @@ def make_program(
 
     Raises:
         ValueError: the global batch is not divisible by the number of devices, `freeze` names no parameter, the
-            optimizer cannot update shards, a device's examples do not mix in pairs, or the run is too long or too
-            large.
+            optimizer cannot update shards, a device's examples do not mix in pairs, there are too few examples, or the
+            run is too long or too large.
     """
     part = split_batch(config.global_batch, mesh.size, config.accumulate)
     if config.data.mixes and part % 2:
         raise ValueError(f"data.mixup or data.cutmix with {part} examples a device: must be even, to mix them in pairs")
     spec, shapes, reducer = describe(config.data), shape_run(config, chain), make_reducer(config)
-    steps_per_epoch = count_batches(spec.train_examples, config.global_batch, config.last_batch)
-    _check_size(config, mesh, shapes.params, spec, config.epochs * steps_per_epoch)
+    steps_per_epoch = count_batches(count_examples(config, spec), config.global_batch, config.last_batch)
+    check_size(config, mesh, shapes.params, spec, config.epochs * steps_per_epoch)
     machine, conv_order = machine_of(mesh, config.link_gbytes), conv_order_of(mesh.devices.flat[0].platform)
     plan = plan_run(config, shapes, machine, conv_order)
     whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer, reducer.sharded)

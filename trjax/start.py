@@ -16,13 +16,14 @@ import optax
 from trjax.chain import Chain
 from trjax.checkpoint import About, Checkpoints, decode, encode
 from trjax.config import Config
-from trjax.data.sources import Source, describe, load
+from trjax.data.sources import FirstOf, Source, describe, load
 from trjax.interchange import from_torch, read_weights
 from trjax.mesh import make_mesh, start_platform
 from trjax.options import nccl_settings
 from trjax.processes import broadcast, digest_code, exchange, find_hosts, process_index, require_same
 from trjax.program import Program, make_program
 from trjax.records import trim_metrics
+from trjax.sizes import count_examples
 from trjax.state import TrainState
 from trjax.workdir import flat_options, lock_workdir, open_workdir, write_config
 
@@ -69,7 +70,10 @@ def _load(config: Config) -> tuple[Source, Source]:
     found, expected = [len(source) for source in sources], [spec.train_examples, spec.test_examples]
     if found != expected:
         raise ValueError(f"data.source={config.data.source}: {found} training and test examples, not {expected}")
-    return sources
+    if not config.overfit_batches:
+        return sources
+    few = FirstOf(sources[0], count_examples(config, spec))
+    return few, few
 
 
 def _check_position(config: Config, workdir: Path, about: About, steps_per_epoch: int) -> None:

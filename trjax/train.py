@@ -26,10 +26,10 @@ from trjax.optim import make_learning_rates
 from trjax.options import probe_options
 from trjax.presets import parse_options
 from trjax.processes import Processes, announce_failure, exchange, join_processes, leave, process_index
-from trjax.program import SMALLER
 from trjax.progress import Run
 from trjax.records import Display, open_board, open_display
 from trjax.replay import format_findings, replay
+from trjax.sizes import SMALLER
 from trjax.start import Start, start_run
 from trjax.watchdog import watch
 

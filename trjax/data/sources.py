@@ -38,6 +38,27 @@ class ArraySource:
 
 
 @dataclass(frozen=True)
+class FirstOf:
+    """The first examples of a source.
+
+    Attributes:
+        source: that has them.
+        count: how many.
+    """
+
+    source: Source
+    count: int
+
+    def __len__(self) -> int:
+        """Returns the number of examples."""
+        return self.count
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the images and labels at `indices`."""
+        return self.source.read(indices)
+
+
+@dataclass(frozen=True)
 class DataSpec:
     """What a model needs to know of a source: enough to plan and compile without loading it.
 
