@@ -8,11 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ from trjax.mesh import make_mesh, start_platform
 from trjax.options import probe_options
 from trjax.planning import expect, machine_of
 from trjax.presets import preset_config
+from trjax.profiling import GRAPH_CALLS, UNNAMED, Trace, divide, find_gaps, read_trace
 from trjax.program import Program, make_program
 from trjax.records import format_table
 
@@ -42,10 +41,7 @@ WARMUP_STEPS = 5  # left out of the times: the first calls fill pools, and make 
 QUICK_STEPS, PROFILED_STEPS = 10, 5
 TORCH_SECONDS = 130  # PyTorch may take to compile and run: the script is to end within four minutes
 RATE = 0.01  # an input of the program: no value of it changes its time
-GRAPH_CALLS = ("cuGraphLaunch", "command_buffer::update")  # an update: some buffer lies elsewhere than last time
-UNNAMED = "AllReduce"  # kernels of a CUDA graph do not tell which instruction they belong to
 HEADER = ["what", "predicted", "measured", "ratio"]
-Span = tuple[float, float]  # start, end
 Row = tuple[str, float | None, float | None, float | None]
 Figures = dict[str, float | None]  # None: not known
 Found = tuple[Figures, list[float], list[list[str]]]  # figures, gaps in us, what each device reduced, in order
@@ -63,87 +59,26 @@ class Options:
     """Folder for the CSV and the figure."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """What a device did, in nanoseconds; `group` is what an AllReduce reduces, empty for all else."""
-
-    device: int
-    start: float
-    end: float
-    group: str = ""
-    in_graph: bool = False
-
-
-def merge(spans: Iterable[Span]) -> list[Span]:
-    """Returns the union of spans as disjoint ones, in order."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(spans: Iterable[Span]) -> float:
-    """Returns the length of the union of spans."""
-    return sum(end - start for start, end in merge(spans))
-
-
-def find_gaps(spans: Iterable[Span]) -> list[float]:
-    """Returns the lengths of what lies between the first and the last span and in none."""
-    merged = merge(spans)
-    return [after[0] - before[1] for before, after in pairwise(merged)]
-
-
-def read_events(data: ProfileData, groups: Mapping[str, str]) -> tuple[list[Event], Counter[str]]:
-    """Returns what the devices did, and how often the host launched CUDA graphs, and updated them.
-
-    A GPU has a plane of its own, with a line for each stream. CPU devices run in threads of the host, whose events
-    tell the device and the instruction. `groups` maps instructions to what they reduce.
-    """
-    on_gpu, on_cpu, calls = [], [], Counter[str]()
-    for plane in data.planes:
-        gpu = re.fullmatch(r"/device:GPU:(\d+)", plane.name)
-        for line in plane.lines:
-            for event in line.events:
-                stats = {name: value for name, value in event.stats if name}
-                instruction, span = str(stats.get("hlo_op", "")), (event.start_ns, event.start_ns + event.duration_ns)
-                group = groups.get(instruction, "")
-                if gpu and line.name.startswith("Stream #"):
-                    unnamed = UNNAMED if re.search("all[-_]?reduce", event.name, re.IGNORECASE) else ""
-                    on_gpu.append(Event(int(gpu[1]), *span, group or unnamed, "cuda_graph_id" in stats))
-                elif instruction and "device_ordinal" in stats:
-                    on_cpu.append(Event(int(stats["device_ordinal"]), *span, group))
-                calls[event.name.partition(" (")[0]] += event.name.startswith(GRAPH_CALLS)
-    return on_gpu or on_cpu, calls
-
-
-def summarise(events: Sequence[Event], calls: Mapping[str, int], num_steps: int) -> Found:
+def summarise(trace: Trace, num_steps: int) -> Found:
     """Returns figures of the mean step of one device, the gaps and the orders; raises ValueError without any event."""
+    parts, events, calls = divide(trace, num_steps), trace.events, trace.calls
     devices = sorted({event.device for event in events})
-    if not devices:
-        raise ValueError("the profile holds no work of a device: is CUPTI installed, and may this user profile?")
-    busy, exposed, gaps, orders = 0.0, 0.0, [], []
+    gaps, orders = [], []
     for device in devices:
         own = sorted((event for event in events if event.device == device), key=lambda event: event.start)
-        computing = [(event.start, event.end) for event in own if not event.group]
-        reducing = [(event.start, event.end) for event in own if event.group]
-        busy += length((event.start, event.end) for event in own)
-        exposed += length(computing + reducing) - length(computing)
-        gaps += find_gaps((event.start, event.end) for event in own)
+        gaps += [end - start for start, end in find_gaps(event.span for event in own)]
         orders.append([event.group for event in own if event.group])
+    turns = len(devices) * num_steps
     sums = {
         "kernels and copies": sum(not event.group for event in events),
-        "busy ms": busy / 1e6,
+        "busy ms": (parts.computing + parts.exposed) * turns,
         "gaps ms": sum(gaps) / 1e6,
         "AllReduces": sum(map(len, orders)),
-        "exposed AllReduce ms": exposed / 1e6,
+        "exposed AllReduce ms": parts.exposed * turns,
         "CUDA graph launches": calls[GRAPH_CALLS[0]],
         "CUDA graph updates": calls[GRAPH_CALLS[1]],
         "launches in CUDA graphs": sum(event.in_graph for event in events),
     }
-    turns = len(devices) * num_steps
     return {what: value / turns for what, value in sums.items()}, [gap / 1e3 for gap in gaps], orders
 
 
@@ -180,7 +115,7 @@ def profile_steps(step: Any, state: Any, inputs: tuple[Any, ...], compiled: Comp
         with jax.profiler.trace(folder, profiler_options=profiler):
             jax.block_until_ready(run_steps(step, state, inputs, PROFILED_STEPS)[0])
         (file,) = Path(folder).rglob("*.xplane.pb")
-        return summarise(*read_events(ProfileData.from_file(str(file)), groups), PROFILED_STEPS)
+        return summarise(read_trace(ProfileData.from_file(str(file)), groups), PROFILED_STEPS)
 
 
 def predict(found: Audit, compiled: Compiled) -> Figures:

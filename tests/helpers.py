@@ -228,3 +228,34 @@ def write_cifar(name: str, version: int, root: Path) -> tuple[Path, list[tuple[n
 def pack_cifar(folder: Path, archive: Path) -> None:
     with tarfile.open(archive, "w:gz") as file:
         file.add(folder, folder.name)
+
+
+# Two streams of one GPU, in picoseconds from the line's start: a kernel and an AllReduce that overlap, outside of any
+# graph, then two kernels of a graph, one of them NCCL's. The line with operations repeats what the streams hold.
+GPU_PROFILE = """
+planes {
+  name: "/device:GPU:0"
+  lines { id: 1 name: "Stream #7(Compute)" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 stats { metadata_id: 1 str_value: "fusion.1" } }
+    events { metadata_id: 1 offset_ps: 9000000 duration_ps: 1000000 stats { metadata_id: 2 uint64_value: 5 } } }
+  lines { id: 2 name: "Stream #8(Compute)" timestamp_ns: 1000
+    events { metadata_id: 2 offset_ps: 3000000 duration_ps: 3000000
+      stats { metadata_id: 1 str_value: "all-reduce-start.1" } }
+    events { metadata_id: 2 offset_ps: 12000000 duration_ps: 2000000 stats { metadata_id: 2 uint64_value: 5 } } }
+  lines { id: 3 name: "XLA Ops" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 14000000 stats { metadata_id: 1 str_value: "fusion.1" } } }
+  event_metadata { key: 1 value { id: 1 name: "loop_fusion" } }
+  event_metadata { key: 2 value { id: 2 name: "ncclDevKernel_AllReduce_Sum_f32_RING_LL" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  stat_metadata { key: 2 value { id: 2 name: "cuda_graph_id" } }
+}
+planes {
+  name: "/host:CPU"
+  lines { id: 1 name: "python" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 1 } events { metadata_id: 2 offset_ps: 1 duration_ps: 1 }
+    events { metadata_id: 1 offset_ps: 2 duration_ps: 1 } events { metadata_id: 3 offset_ps: 0 duration_ps: 3000 } }
+  event_metadata { key: 1 value { id: 1 name: "cuGraphLaunch (CudaGraph:5)" } }
+  event_metadata { key: 2 value { id: 2 name: "command_buffer::update" } }
+  event_metadata { key: 3 value { id: 3 name: "trjax: input" } }
+}
+"""

@@ -5,56 +5,23 @@ import os
 import runpy
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import GPU_PROFILE
 from jax.profiler import ProfileData
+
+from trjax.profiling import UNNAMED, Event, Trace, read_trace
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "check_gpu.py"
 CHECK = runpy.run_path(str(SCRIPT))
 
-# Two streams of one GPU, in picoseconds from the line's start: a kernel and an AllReduce that overlap, outside of any
-# graph, then two kernels of a graph, one of them NCCL's. The line with operations repeats what the streams hold.
-GPU_PROFILE = """
-planes {
-  name: "/device:GPU:0"
-  lines { id: 1 name: "Stream #7(Compute)" timestamp_ns: 1000
-    events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 stats { metadata_id: 1 str_value: "fusion.1" } }
-    events { metadata_id: 1 offset_ps: 9000000 duration_ps: 1000000 stats { metadata_id: 2 uint64_value: 5 } } }
-  lines { id: 2 name: "Stream #8(Compute)" timestamp_ns: 1000
-    events { metadata_id: 2 offset_ps: 3000000 duration_ps: 3000000
-      stats { metadata_id: 1 str_value: "all-reduce-start.1" } }
-    events { metadata_id: 2 offset_ps: 12000000 duration_ps: 2000000 stats { metadata_id: 2 uint64_value: 5 } } }
-  lines { id: 3 name: "XLA Ops" timestamp_ns: 1000
-    events { metadata_id: 1 offset_ps: 0 duration_ps: 14000000 stats { metadata_id: 1 str_value: "fusion.1" } } }
-  event_metadata { key: 1 value { id: 1 name: "loop_fusion" } }
-  event_metadata { key: 2 value { id: 2 name: "ncclDevKernel_AllReduce_Sum_f32_RING_LL" } }
-  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
-  stat_metadata { key: 2 value { id: 2 name: "cuda_graph_id" } }
-}
-planes {
-  name: "/host:CPU"
-  lines { id: 1 name: "python" timestamp_ns: 1000
-    events { metadata_id: 1 offset_ps: 0 duration_ps: 1 } events { metadata_id: 2 offset_ps: 1 duration_ps: 1 }
-    events { metadata_id: 1 offset_ps: 2 duration_ps: 1 } }
-  event_metadata { key: 1 value { id: 1 name: "cuGraphLaunch (CudaGraph:5)" } }
-  event_metadata { key: 2 value { id: 2 name: "command_buffer::update" } }
-}
-"""
-
 
 def summarise_gpu_profile(num_steps: int) -> Any:
-    events, calls = CHECK["read_events"](ProfileData.from_text_proto(GPU_PROFILE), {"all-reduce-start.1": "deep"})
-    return CHECK["summarise"](events, calls, num_steps)
-
-
-def test_spans_and_gaps() -> None:
-    spans = [(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (7.0, 8.0), (5.5, 6.0), (10.0, 11.0)]
-    assert CHECK["merge"](spans) == [(0, 3), (5, 8), (10, 11)]
-    assert CHECK["length"](spans) == 7
-    assert CHECK["find_gaps"](spans) == [2, 2]
-    assert CHECK["find_gaps"]([]) == []
+    trace = read_trace(ProfileData.from_text_proto(GPU_PROFILE), {"all-reduce-start.1": "deep"})
+    return CHECK["summarise"](trace, num_steps)
 
 
 def test_gpu_profile() -> None:
@@ -65,7 +32,7 @@ def test_gpu_profile() -> None:
         "CUDA graph launches": 2, "CUDA graph updates": 1, "launches in CUDA graphs": 2,
     })  # fmt: skip
     assert gaps_us == pytest.approx([3, 2])
-    assert orders == [["deep", CHECK["UNNAMED"]]]
+    assert orders == [["deep", UNNAMED]]
 
 
 def test_figures_are_those_of_one_step() -> None:
@@ -75,17 +42,15 @@ def test_figures_are_those_of_one_step() -> None:
 
 
 def test_cpu_profile_has_the_devices_apart() -> None:
-    events = [CHECK["Event"](device, start, start + 2, group) for device, start, group in
+    events = [Event(device, start, start + 2, group, group) for device, start, group in
               ((0, 0, ""), (1, 1, ""), (0, 4, "deep"), (1, 3, "deep"), (0, 6, "first"), (1, 9, "first"))]  # fmt: skip
-    figures, gaps_us, orders = CHECK["summarise"](events, dict.fromkeys(CHECK["GRAPH_CALLS"], 0), 1)
+    figures, gaps_us, orders = CHECK["summarise"](Trace(tuple(events), Counter(), ()), 1)
     assert (figures["kernels and copies"], figures["AllReduces"]) == (1, 2)
     assert gaps_us == pytest.approx([2e-3, 4e-3])  # 2 to 4 ns on the first device, 5 to 9 on the second
     assert orders == [["deep", "first"], ["deep", "first"]]
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="holds no work of a device"):
-        CHECK["summarise"]([], {}, 5)
     with pytest.raises(ValueError, match="images_per_device=0: must be positive"):
         CHECK["make_config"](CHECK["Options"](images_per_device=0), 1)
 

@@ -31,9 +31,9 @@ class Ahead:
         """Calls it."""
         return self._made.result()(*arguments)
 
-    def memory_analysis(self) -> Any:
-        """Returns that of the function."""
-        return self._made.result().memory_analysis()
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the function says of itself."""
+        return getattr(self._made.result(), name)
 
 
 def lower_step(program: Program, size: int = 0) -> Any:

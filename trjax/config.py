@@ -1,5 +1,6 @@
 """Every choice of a run, as one frozen dataclass, checked once."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -104,6 +105,8 @@ class Config:
     """Steps in a row whose gradients are not finite, and which change nothing, before the run gives up; 0: never."""
     watchdog_seconds: float = 1800.0
     """The process ends, with the stack of every thread, when no step has finished for so long; 0: never."""
+    profile_steps: str = ""
+    """First and last step of a profile, 20:25 for instance: printed, and kept in profile/ in the run's folder."""
     tensorboard: bool = False
     """Write the records for TensorBoard too, to tensorboard/ in the run's folder."""
     log_every: int = 50
@@ -116,6 +119,16 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
+    @property
+    def profiled(self) -> tuple[int, int]:
+        """The first and the last step to profile; (0, 0): none.
+
+        >>> Config(profile_steps="20:25").profiled
+        (20, 25)
+        """
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile_steps)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
+
     def __post_init__(self) -> None:
         check_values(self)
         for option in ("global_batch", "epochs", "accumulate", "keep", "log_every", "steps_per_dispatch"):
@@ -127,6 +140,12 @@ class Config:
             self.link_gbytes == 0 or 1e-6 <= self.link_gbytes <= 1e6,
             f"link_gbytes={self.link_gbytes}",
             "must be positive, from 1e-06 to 1e+06, or 0 to look it up",
+        )
+        first, last = self.profiled
+        require(
+            not self.profile_steps or 0 < first <= last,
+            f"profile_steps={self.profile_steps}",
+            "must be the first and the last step of the profile, 20:25 for instance",
         )
         for pair in self.nccl:
             name, _, value = pair.partition("=")

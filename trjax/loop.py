@@ -12,6 +12,7 @@ from trjax.checkpoint import About
 from trjax.data.batches import Batch, epoch_order
 from trjax.evaluation import evaluate_source
 from trjax.processes import exchange
+from trjax.profiling import annotate_input
 from trjax.progress import Progress, Run
 from trjax.records import Meter, Split
 from trjax.state import TrainState, models_of
@@ -35,8 +36,8 @@ def _save(
     return whole
 
 
-def _in_calls(run: Run, progress: Progress, start_step: int, end_step: int) -> Iterator[list[Batch]]:
-    """Yields the batches of each call: as many as may go into one, or a single one.
+def _in_calls(run: Run, progress: Progress, start_step: int, end_step: int) -> Iterator[tuple[int, Batch]]:
+    """Yields the batches of each call, on the devices, and their number: as many as may go into one, or a single one.
 
     No checkpoint is due inside of a call, and no step of it follows the one that is one bad step too many.
     """
@@ -52,7 +53,9 @@ def _in_calls(run: Run, progress: Progress, start_step: int, end_step: int) -> I
                 return
             if progress.may_give_up_within(count):
                 count = 1
-        yield list(islice(batches, count))
+        with annotate_input():
+            placed = run.program.place_train(*islice(batches, count))
+        yield count, placed
         step += count
 
 
@@ -69,13 +72,15 @@ def _train(run: Run, state: TrainState, progress: Progress, start_step: int, end
     train_step = program.step_of(size)
     asked = not run.alone and run.interrupted()
     progress.meter.restart()
-    for batches in _in_calls(run, progress, start_step, end_step):
-        count = len(batches)
+    call = train_step
+    for count, batch in _in_calls(run, progress, start_step, end_step):
         call = train_step if count == 1 else program.train_steps
-        state, outcomes = call(state, program.place_train(*batches), run.rates, run.votes[asked])
+        run.profiler.begin(step, state)
+        state, outcomes = call(state, batch, run.rates, run.votes[asked])
         progress.read()
         progress.unread = (step + 1, outcomes)
         step += count
+        run.profiler.end(step, state, call)
         asked = run.interrupted()
         if progress.stopping or (run.alone and asked):
             break
@@ -84,6 +89,7 @@ def _train(run: Run, state: TrainState, progress: Progress, start_step: int, end
             _save(run, state, step)
         if run.checkpoints is not None:
             run.checkpoints.check()
+    run.profiler.end(step, state, call, whole=True)
     progress.write()
     return state, step
 

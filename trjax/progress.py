@@ -15,6 +15,7 @@ from trjax.data.batches import Batch, train_batches
 from trjax.data.sources import Source
 from trjax.mesh import REPLICATED, place
 from trjax.plan import NUM_RESULTS, NUM_SCORES
+from trjax.profiling import Profiler
 from trjax.program import Program
 from trjax.records import Display, Meter, Record, Split, append_metrics, make_record
 
@@ -37,6 +38,7 @@ class Run:
         interrupted: tells whether this process is to stop.
         alone: there is no other process.
         fed: to be told of every step: the watchdog.
+        profiler: of some of its steps.
     """
 
     config: Config
@@ -52,6 +54,7 @@ class Run:
     interrupted: Callable[[], bool]
     alone: bool
     fed: Callable[[int], None]
+    profiler: Profiler
 
     @cached_property
     def rates(self) -> jax.Array:

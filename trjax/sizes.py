@@ -38,6 +38,8 @@ def check_size(config: Config, mesh: Mesh, params: Any, spec: DataSpec, num_step
             f"epochs={config.epochs} with global_batch={config.global_batch}: {num_steps:,} steps are more than "
             f"{_MAX_STEPS:,}; use fewer epochs or a larger batch"
         )
+    if config.profiled[0] > num_steps:
+        raise ValueError(f"profile_steps={config.profile_steps}: the run ends behind step {num_steps:,}")
     first_drop = min(config.optim.milestones, default=config.epochs) * num_steps / config.epochs
     if config.optim.warmup_steps > first_drop:
         raise ValueError(

@@ -26,6 +26,7 @@ from trjax.optim import make_learning_rates
 from trjax.options import probe_options
 from trjax.presets import parse_options
 from trjax.processes import Processes, announce_failure, exchange, join_processes, leave, process_index
+from trjax.profiling import Profiler
 from trjax.progress import Run
 from trjax.records import Display, open_board, open_display
 from trjax.replay import format_findings, replay
@@ -92,6 +93,9 @@ def _train(
         compiled = compile_program(program, sizes, maker, config.steps_per_dispatch)
         exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
         log = start.workdir / f"watchdog{process}.log"
+        profiled = config.profiled if start.checkpoints else (0, 0)
+        profiler = Profiler(profiled, start.workdir / "profile", display.say)
+        leaving.callback(profiler.close)
         run = Run(
             config=config,
             workdir=start.workdir,
@@ -106,6 +110,7 @@ def _train(
             interrupted=interrupted,
             alone=alone,
             fed=leaving.enter_context(watch(config.watchdog_seconds, process, log)),
+            profiler=profiler,
         )
         try:
             return run_loop(run, start.state, start.step, start.evaluated)
