@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DATA, one_block_chain, spread, tiny_config
+from helpers import CIFAR_COUNT, DATA, one_block_chain, shrink_cifar, spread, tiny_config, write_cifar
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -231,3 +231,33 @@ def test_only_float32_asks_for_all_digits_of_a_product() -> None:
     for precision, asked in (("float32", True), ("tf32", False), ("bfloat16", False)):
         text = lower_step(make_program(tiny_config(precision=precision), make_mesh("0"))).as_text()
         assert ("precision_config = [#stablehlo<precision HIGHEST>" in text) == asked
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cifar10-resnet20",
+        "cifar10-resnet18",
+        "cifar10-resnet18-modern",
+        pytest.param("cifar10-resnet56", marks=pytest.mark.slow),
+    ],  # fmt: skip
+)
+def test_the_recipes_of_cifar_train_from_its_files(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller model, fewer examples and epochs; everything else is the preset's."""
+    shrink_cifar(monkeypatch)
+    write_cifar("cifar10", 0, Path("data"))
+    preset = preset_config(name)
+    spec = replace(describe(preset.data), train_examples=5 * CIFAR_COUNT, test_examples=CIFAR_COUNT)
+    monkeypatch.setattr("trjax.data.sources._CIFAR10", spec)
+    config = replace(
+        preset, epochs=2, global_batch=8, devices="0-1", workdir="run", data=replace(preset.data, root="data"),
+        model=replace(preset.model, arch="resnet8", stem="default", width=4),
+        optim=replace(preset.optim, milestones=(1,) if preset.optim.milestones else (), warmup_epochs=0),
+    )  # fmt: skip
+    summary = train(config)
+    assert (summary.finished, summary.step) == (True, 2 * -(-5 * CIFAR_COUNT // 8))
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert all(0 < record["loss"] < 10 for record in records)
+    splits = {"train", "test", "ema"} if preset.optim.ema_decay else {"train", "test"}
+    assert {record["split"] for record in records} == splits
+    assert records[-1]["examples"] == CIFAR_COUNT
