@@ -240,7 +240,7 @@ def test_only_float32_asks_for_all_digits_of_a_product() -> None:
         "cifar10-resnet18",
         "cifar10-resnet18-modern",
         pytest.param("cifar10-resnet56", marks=pytest.mark.slow),
-    ],  # fmt: skip
+    ],
 )
 def test_the_recipes_of_cifar_train_from_its_files(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller model, fewer examples and epochs; everything else is the preset's."""
