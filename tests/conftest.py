@@ -1,9 +1,21 @@
 """Eight CPU devices for every test; sloppy broadcasting and warnings are errors."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Compiling takes most of the suite's time, and half of that is LLVM making code fast that runs once.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+# What one test has compiled, no other compiles again. Each worker has a folder of its own: JAX writes no file at once.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TRJAX_TEST_CACHE"] = tempfile.mkdtemp(prefix="trjax-tests-")
+    atexit.register(shutil.rmtree, os.environ["TRJAX_TEST_CACHE"], ignore_errors=True)
+os.environ |= {
+    "JAX_COMPILATION_CACHE_DIR": f"{os.environ['TRJAX_TEST_CACHE']}/{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+}
 
 import hypothesis
 import jax

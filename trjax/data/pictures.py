@@ -1,0 +1,96 @@
+"""A source of examples that are pictures in files: read and decoded when they are asked for."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from trjax.data.images import BadImageError, example_random, read_for_evaluation, read_for_training
+
+UNREADABLE = -1
+"""Label of an example that could not be read: it counts for nothing, as padding does."""
+
+
+class Encoded(NamedTuple):
+    """A picture as it is stored.
+
+    Attributes:
+        data: of its file.
+        label: of its class.
+    """
+
+    data: bytes
+    label: int
+
+
+class Pictures(Protocol):
+    """Stored pictures by index, in a fixed order of their own; read by several threads at a time."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the labels."""
+
+    def __len__(self) -> int:
+        """Returns the number of pictures."""
+
+    def name(self, index: int) -> str:
+        """Returns what a picture's file is, or was, called."""
+
+    def read(self, index: int) -> Encoded:
+        """Returns a picture.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+
+
+@dataclass(frozen=True)
+class PictureSource:
+    """Pictures as a network gets them.
+
+    Attributes:
+        pictures: as they are stored.
+        size: height and width to come to.
+        seed: of random crops.
+        least_area: smallest share of a picture that such a crop may be.
+        stops: an example that cannot be read is an error; otherwise it is left out.
+        problems: what was wrong with such examples, by their names.
+    """
+
+    pictures: Pictures
+    size: tuple[int, int]
+    seed: int = 0
+    least_area: float = 0.08
+    stops: bool = False
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Returns the number of examples."""
+        return len(self.pictures)
+
+    def _read_one(self, index: int, epoch: int | None, pixels: np.ndarray) -> int:
+        """Fills in an example's pixels, and returns its label."""
+        try:
+            data, label = self.pictures.read(index)
+            if epoch is None:
+                pixels[:] = read_for_evaluation(data, self.size)
+            else:
+                random = example_random(self.seed, epoch, index)
+                pixels[:] = read_for_training(data, self.size, random, self.least_area)
+        except (BadImageError, OSError) as error:
+            name = self.pictures.name(index)
+            if self.stops:
+                raise ValueError(f"{name}: {error}; mend or remove it, or pass --data.on-error skip") from error
+            self.problems[name] = str(error)
+            return UNREADABLE
+        return label
+
+    def read(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the examples at `indices`: random crops of an epoch, or what an evaluation sees.
+
+        Raises:
+            ValueError: one cannot be read, and that is to be an error.
+        """
+        images = np.zeros((len(indices), *self.size, 3), np.uint8)
+        labels = [self._read_one(int(index), epoch, images[at]) for at, index in enumerate(indices)]
+        return images, np.array(labels, np.int32)
