@@ -15,8 +15,8 @@ from report import announce, hardware, main, progress, save_axes, write_rows
 
 from trjax.compilation import compile_program
 from trjax.config import Config
-from trjax.data.batches import train_batches
-from trjax.data.sources import load
+from trjax.data.batches import count_batches, train_batches
+from trjax.data.sources import describe, load
 from trjax.mesh import make_mesh, start_platform
 from trjax.plan import NUM_SCORES
 from trjax.presets import preset_config
@@ -54,6 +54,8 @@ class Options:
 
 def measure(config: Config, rates: np.ndarray) -> list[dict[str, Any]]:
     """Trains a step with each rate, until the loss runs away, and returns a row for each."""
+    per_epoch = count_batches(describe(config.data).train_examples, config.global_batch, config.last_batch)
+    config = replace(config, epochs=max(config.epochs, -(-len(rates) // per_epoch)))  # a rate for each step
     program = compile_program(make_program(config, make_mesh(config.devices)))
     state, (source, _) = program.init(), load(config.data)
     votes, mean, least = program.votes(False), 0.0, math.inf

@@ -134,6 +134,12 @@ def test_missing_file() -> None:
         (lambda: ModelConfig(width=-1), "model.width=-1"),
         (lambda: Config(accumulate=0), "accumulate=0: must be positive"),
         (lambda: Config(bucket_mb=-1.0), "bucket_mb=-1.0: must not be negative"),
+        (
+            lambda: Config(epochs=3, data=DataConfig(sizes=(4,), size_epochs=(3,))),
+            r"data.size_epochs=\(3,\) with epochs=3",
+        ),
+        (lambda: Config(profile_steps="9:8"), "profile_steps=9:8: must be the first and the last"),
+        (lambda: Config(overfit_batches=-1), "overfit_batches=-1: must not be negative"),
         (lambda: Config(hosts=-1), "hosts=-1: must not be negative"),
         (lambda: Config(nccl=("ALGO=Ring",)), "nccl='ALGO=Ring': write NCCL_NAME=VALUE"),
         (lambda: OptimConfig(clip_norm=-1.0), "optim.clip_norm=-1.0"),

@@ -176,6 +176,7 @@ def test_the_exported_network_computes_what_an_evaluation_does(trained: Path) ->
     np.testing.assert_allclose(network.call(images), expected, atol=1e-5)
     np.testing.assert_allclose(network.call(images[:2]), expected[:2], atol=1e-5)
     assert set(network.platforms) == {"cpu", "cuda"}
+    assert "rsqrt" not in network.mlir_module()  # BatchNorm is folded, once and for all
 
 
 def test_pictures_are_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,13 +187,28 @@ def test_pictures_are_named(trained: Path, capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["image", "big.png", "big.png", "tall.png", "tall.png"]
     assert all(re.search(r"class \d +\d+\.\d\d%$", line) for line in lines[1:])
+    Image.fromarray(images[0, ..., 0].astype(np.uint16) * 257).save("deep.png")  # of 16 bits
+    Image.fromarray(images[0, ..., 0]).save("grey.png")
+    assert predict.main([str(trained), "deep.png", "grey.png", "--top", "1"]) == 0
+    deep, grey = [line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert deep == grey
+
+
+def test_what_torchvision_would_take_for_another_network_is_not_written(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, "blurred")
+    text = Path("blurred/config.toml").read_text()
+    Path("blurred/config.toml").write_text(text.replace("blur_pool = false", "blur_pool = true"))
+    assert export.main(["blurred", "--format", "torchvision"]) == 2
+    assert "the model has blur_pool and torchvision's has not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
         (predict, ["nowhere", "a.png"], "nowhere holds no run"),
-        (predict, ["RUN", "text.png"], "text.png is no picture that Pillow can read"),
+        (predict, ["RUN", "text.png"], "text.png cannot be used: it is no picture"),
         (predict, ["RUN", "missing.png"], "No such file"),
         (predict, ["RUN", "text.png", "--top", "0"], "top=0, 1 images"),
         (export, ["nowhere"], "nowhere holds no run"),
@@ -228,5 +244,8 @@ def test_files_that_are_no_weights_are_refused(capsys: pytest.CaptureFixture[str
     assert not Path("owned").exists()
     save_file({"other": np.zeros(1, np.float32)}, "y.safetensors")
     options = ["--data.source", "synthetic", "--model.width", "4", "--epochs", "1", "--optim.warmup-epochs", "0"]
+    assert main([*options, "--platform", "cpu", "--devices", "0-1", "--init-from", "missing.safetensors"]) == 2
+    assert not Path("runs").exists()
+    capsys.readouterr()
     assert main([*options, "--platform", "cpu", "--devices", "0-1", "--init-from", "y.safetensors"]) == 2
     assert "init_from=y.safetensors: it is of another model: " in capsys.readouterr().err

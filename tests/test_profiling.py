@@ -56,17 +56,21 @@ def test_the_parts_of_a_step_worked_by_hand() -> None:
         divide(Trace((), Counter(), ()), 1)
 
 
-def test_a_run_takes_a_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("together", "begins"), [(1, 7), (2, 6)])
+def test_a_run_takes_a_profile(
+    together: int, begins: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("trjax.program.make_chain", lambda config, spec: one_block_chain())
-    config = tiny_config(workdir="run", devices="0-1", profile_steps="7:99")  # five steps an epoch, two epochs
-    train(config)
+    # five steps an epoch, two epochs
+    train(tiny_config(workdir="run", devices="0-1", profile_steps="7:99", steps_per_dispatch=together))
     said = capsys.readouterr().out
-    assert "profile of steps 7 to 10, in run/profile/" in said  # the end of the epoch ends it
+    assert f"profile of steps {begins} to 10, in run/profile/" in said  # the end of the epoch ends it
     assert list(Path("run/profile").rglob("*.xplane.pb"))
     table = {line[:21].strip(): line[21:].split() for line in said.splitlines()}
     parts = [float(table[name][0]) for name in ("computing", "exposed communication", "waiting for input")]
     idle, step = (float(table[name][0]) for name in ("idle otherwise", "step"))
     assert min(parts) > 0
+    assert "psum" not in said  # a sum is no kernel
     assert step == pytest.approx(sum(parts) + idle, abs=0.003)
     assert "conv_general_dilated" in said
     with pytest.raises(ValueError, match="profile_steps=11:12: the run ends behind step 10"):
@@ -78,8 +82,10 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -
     (tmp_path / "profile").touch()  # a file where the folder is to be
     profiler = Profiler((1, 1), tmp_path / "profile", said.append)
     state: Any = jnp.zeros(1)
-    profiler.begin(0, state)
+    profiler.begin(0, 1, state)
     profiler.end(1, state, jax.jit(lambda x: x).lower(state).compile())
-    profiler.begin(0, state)  # only once
+    profiler.begin(0, 1, state)  # only once
     profiler.close()
+    Profiler((5, 6), tmp_path, said.append).close()
+    assert said.pop() == "warning: no profile: none of the steps 5 to 6 was done"
     assert said == [f"warning: no profile: [Errno 17] File exists: '{tmp_path / 'profile'}'"]

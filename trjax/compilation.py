@@ -36,22 +36,20 @@ class Ahead:
         return getattr(self._made.result(), name)
 
 
-def lower_step(program: Program, size: int = 0) -> Any:
+def lower_step(program: Program, size: int = 0, dispatch: int = 1) -> Any:
     """Returns the train step lowered for the program's shapes, ready to compile; no device computes.
 
     Args:
         program: whose step.
         size: that of images resized to this side; 0: as they are.
+        dispatch: steps of one call; of several, those of images as they are.
     """
-    step = program.step_of(size)
-    rates, votes = (jax.ShapeDtypeStruct((size,), np.float32) for size in (program.num_steps, program.mesh.size))
-    return step.lower(program.forms.shape, program.batch_shape, rates, votes)
-
-
-def _lower_steps(program: Program, dispatch: int) -> Any:
-    stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((dispatch, *leaf.shape), leaf.dtype), program.batch_shape)
-    rates, votes = (jax.ShapeDtypeStruct((size,), np.float32) for size in (program.num_steps, program.mesh.size))
-    return program.train_steps.lower(program.forms.shape, stacked, rates, votes)
+    step, batch = program.step_of(size), program.batch_shape
+    if dispatch > 1:
+        step = program.train_steps
+        batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((dispatch, *leaf.shape), leaf.dtype), batch)
+    rates, votes = (jax.ShapeDtypeStruct((count,), np.float32) for count in (program.num_steps, program.mesh.size))
+    return step.lower(program.forms.shape, batch, rates, votes)
 
 
 def needed_bytes(step: Any) -> int:
@@ -94,8 +92,8 @@ def compile_program(
         ValueError: the first step does not fit into memory.
     """
 
-    def compile_step(size: int) -> Any:
-        step = lower_step(program, size).compile()
+    def compile_step(size: int, dispatch: int = 1) -> Any:
+        step = lower_step(program, size, dispatch).compile()
         _check_memory(program, step)
         return step
 
@@ -103,5 +101,5 @@ def compile_program(
     steps = {first: compile_step(first)}
     for size in others:
         steps[size] = Ahead(partial(compile_step, size), maker) if maker else compile_step(size)
-    several = _lower_steps(program, dispatch).compile() if dispatch > 1 else None
+    several = compile_step(0, dispatch) if dispatch > 1 else None
     return replace(compile_evaluation(program), train_step=steps.pop(0), resized_steps=steps, train_steps=several)

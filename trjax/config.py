@@ -165,6 +165,11 @@ class Config:
             "must be at most half of the bad steps after which the run gives up",
         )
         require(
+            not 0 < self.save_every < self.steps_per_dispatch,
+            f"steps_per_dispatch={self.steps_per_dispatch} with save_every={self.save_every}",
+            "no checkpoint comes between the steps of a call; use fewer of them",
+        )
+        require(
             self.steps_per_dispatch == 1 or not self.data.sizes,
             f"steps_per_dispatch={self.steps_per_dispatch} with data.sizes={self.data.sizes}",
             "images that grow are for models that are not small; leave one of them out",
@@ -173,5 +178,10 @@ class Config:
             self.optim.ema_decay > 0 or not self.best_by.startswith("ema/"),
             f"best_by={self.best_by} with optim.ema_decay={self.optim.ema_decay}",
             "there are no running means; pass --optim.ema-decay",
+        )
+        require(
+            max(self.data.size_epochs, default=0) < self.epochs,
+            f"data.size_epochs={self.data.size_epochs} with epochs={self.epochs}",
+            "images must come in their own size in the end; pass --data.size-epochs",
         )
         _check_schedule(self.optim, self.epochs, self.global_batch)

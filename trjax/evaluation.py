@@ -16,6 +16,7 @@ from trjax.program import Program
 from trjax.saved import Which, read_state
 from trjax.state import models_of
 from trjax.step import init_totals
+from trjax.workdir import check_same_run
 
 
 def evaluate_source(
@@ -51,10 +52,11 @@ def evaluate_run(config: Config, which: Which = "last") -> list[str]:
         A line for each.
 
     Raises:
-        ValueError: there is no such run.
+        ValueError: there is no such run, or it has other options.
     """
     if not config.workdir:
         raise ValueError("eval_only: which run? Pass its --workdir")
+    check_same_run(config, Path(config.workdir))
     saved, program, state, step = read_state(Path(config.workdir), which, config.platform, config.devices)
     source = load(replace(saved.data, root=config.data.root))[1]
     program, lines = compile_evaluation(program), []

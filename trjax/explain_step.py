@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from matplotlib.backend_bases import FigureCanvasBase
 
 from trjax.audit import Audit, audit
-from trjax.compilation import lower_step
+from trjax.compilation import lower_step, needed_bytes
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
 from trjax.cost import Topology, make_machine, parse_topology
@@ -238,7 +238,7 @@ class Examined:
     @property
     def needed_bytes(self) -> int:
         """Memory that the step needs on each device."""
-        return self.compiled.argument_bytes + self.compiled.temp_bytes
+        return needed_bytes(self.compiled.executable)
 
 
 def examine(config: Config, options: StepOptions) -> Examined:
@@ -276,6 +276,6 @@ def _format_examined(config: Config, options: StepOptions, found: Examined) -> s
     last = _HONEST
     if options.attached:
         needed, present = found.needed_bytes / 1e9, device_bytes(found.mesh) / 1e9
-        last = f"memory: {needed:.2f} GB on each device, where there are {present:.2f}"
+        last = f"memory: {needed:.3g} GB on each device, where there are {present:.3g}"
     choice = format_choice(found.groupings, config.reducer)
     return f"{found.title}\n\n{format_audit(found.audit)}\n\n{choice}\n{last}"

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +12,7 @@ import tyro
 from jax import export as jax_export
 from safetensors.numpy import save
 
+from trjax.batchnorm import fold_batchnorm
 from trjax.commands import run_command
 from trjax.interchange import import_torch, to_torch
 from trjax.saved import SavedModel, Which, open_model, predict
@@ -38,6 +39,8 @@ class Options:
 
 def export_stablehlo(model: SavedModel) -> bytes:
     """Returns the serialised network, for any number of images, on CPU and GPU, for `jax.export.deserialize`."""
+    params, batch_stats = fold_batchnorm(model.params, model.batch_stats)  # here, or the network would do it every time
+    model = replace(model, params=params, batch_stats=batch_stats)
     (examples,) = jax_export.symbolic_shape("examples")
     images = jax.ShapeDtypeStruct((examples, *model.spec.image_shape), np.uint8)
     network = jax.jit(lambda images: predict(model, images))
@@ -52,6 +55,11 @@ def export(options: Options) -> str:
         OSError: the file cannot be written.
     """
     model = open_model(options.run, options.checkpoint, options.raw)
+    if model.config.model.blur_pool and options.format == "torchvision":
+        raise ValueError(
+            "format=torchvision: the model has blur_pool and torchvision's has not: that would be another "
+            "network with these weights; use safetensors or stablehlo"
+        )
     path = Path(options.out) if options.out else options.run / f"model.{_ENDINGS[options.format]}"
     partial = path.with_name(f"{path.name}.partial")
     if options.format == "stablehlo":

@@ -53,6 +53,7 @@ def _in_calls(run: Run, progress: Progress, start_step: int, end_step: int) -> I
                 return
             if progress.may_give_up_within(count):
                 count = 1
+        progress.meter.leave_out(run.profiler.begin(step, count, progress.unread))
         with annotate_input():
             placed = run.program.place_train(*islice(batches, count))
         yield count, placed
@@ -75,12 +76,11 @@ def _train(run: Run, state: TrainState, progress: Progress, start_step: int, end
     call = train_step
     for count, batch in _in_calls(run, progress, start_step, end_step):
         call = train_step if count == 1 else program.train_steps
-        run.profiler.begin(step, state)
         state, outcomes = call(state, batch, run.rates, run.votes[asked])
         progress.read()
         progress.unread = (step + 1, outcomes)
         step += count
-        run.profiler.end(step, state, call)
+        progress.meter.leave_out(run.profiler.end(step, outcomes, call))
         asked = run.interrupted()
         if progress.stopping or (run.alone and asked):
             break
@@ -89,7 +89,7 @@ def _train(run: Run, state: TrainState, progress: Progress, start_step: int, end
             _save(run, state, step)
         if run.checkpoints is not None:
             run.checkpoints.check()
-    run.profiler.end(step, state, call, whole=True)
+    progress.meter.leave_out(run.profiler.end(step, state.step, call, whole=True))
     progress.write()
     return state, step
 

@@ -9,14 +9,13 @@ from typing import Annotated
 import jax
 import numpy as np
 import tyro
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from trjax.commands import run_command
+from trjax.data.images import BadImageError, open_picture
 from trjax.data.names import class_names
 from trjax.records import format_table
 from trjax.saved import Which, open_model, predict, top_classes
-
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,13 @@ def read_image(path: Path, image_shape: tuple[int, int, int]) -> np.ndarray:
         OSError: it cannot be read.
     """
     height, width, channels = image_shape
-    if channels not in _MODES:
+    if channels not in (1, 3):
         raise ValueError(f"{path}: the model wants images of {channels} channels, which no picture has")
     try:
-        with Image.open(path) as opened:
-            picture = opened.convert(_MODES[channels])
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{path} is no picture that Pillow can read") from error
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"{path}: {error}") from error
+        _, _, decode = open_picture(path.read_bytes())
+        picture = Image.fromarray(decode(1.0, False)).convert("RGB" if channels == 3 else "L")
+    except BadImageError as error:
+        raise ValueError(f"{path} cannot be used: {error}") from error
     scale = max(height / picture.height, width / picture.width)
     size = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
     picture = picture.resize(size, Image.Resampling.BILINEAR)

@@ -1,12 +1,13 @@
 """A profile of some steps of a run: taken by JAX, and read at once for what the time went to."""
 
 import re
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
@@ -23,7 +24,7 @@ GRAPH_CALLS = ("cuGraphLaunch", "command_buffer::update")
 """Of the host. An update: some buffer lies elsewhere than last time."""
 UNNAMED = "collective"
 """Kernels of a CUDA graph do not tell which instruction they belong to."""
-_COLLECTIVE = re.compile("nccl|all.?reduce|all.?gather|reduce.?scatter|all.?to.?all|collective.?permute", re.IGNORECASE)
+_COLLECTIVE = re.compile("nccl|psum|ppermute|all.?(reduce|gather|to.?all)|reduce.?scatter|collective.?permute", re.I)
 _MOST_KERNELS = 10
 
 
@@ -105,7 +106,7 @@ class Parts:
 
     @property
     def step(self) -> float:
-        """From one step to the next."""
+        """All of the profile, divided by its steps."""
         return self.computing + self.exposed + self.waiting + self.idle
 
 
@@ -182,12 +183,13 @@ def divide(trace: Trace, num_steps: int) -> Parts:
         gaps = find_gaps([(start, start), *(event.span for event in own), (end, end)])
         late += length(gaps) + length(trace.inputs) - length([*gaps, *trace.inputs])
     turns = len(devices) * num_steps
-    counts, times = Counter[str](), Counter[str]()
+    counts, times = Counter[str](), defaultdict[str, float](float)
     for event in trace.events:
         if not event.group:
             counts[event.name] += 1
-            times[event.name] += event.end - event.start  # type: ignore[assignment]
-    kernels = tuple(Kernel(name, counts[name] / turns, total / turns / 1e6) for name, total in times.most_common())
+            times[event.name] += event.end - event.start
+    longest = sorted(times, key=lambda name: -times[name])
+    kernels = tuple(Kernel(name, counts[name] / turns, times[name] / turns / 1e6) for name in longest)
     idle = (end - start) * len(devices) - busy - late
     parts = computing, busy - computing, late, idle, communication
     computing, exposed, waiting, idle, communication = (part / turns / 1e6 for part in parts)
@@ -226,54 +228,66 @@ class Profiler:
         """Prepares it.
 
         Args:
-            steps: the first and the last one, from 1; (0, 0): none. They end with their epoch at the latest.
+            steps: the first and the last one, from 1; (0, 0): none. What is dispatched together is profiled together,
+                and the end of an epoch ends it.
             folder: for the profile, that Perfetto and XProf open.
             say: prints a line.
         """
         (self._first, self._last), self._folder, self._say = steps, folder, say
-        self._begun = 0
+        self._state: Literal["waiting", "running", "done"] = "waiting" if self._first else "done"
 
-    def begin(self, step: int, state: Any) -> None:
-        """Starts if the next step, behind `step`, is the first one; waits for what the devices still do."""
-        if self._begun or not self._first <= step + 1 <= self._last:
-            return
-        jax.block_until_ready(state)
-        options, self._begun = ProfileOptions(), step + 1
+    def begin(self, step: int, count: int, unread: Any) -> float:
+        """Starts if one of the next steps is among them, and returns the seconds that this took.
+
+        Args:
+            step: that they are behind.
+            count: how many are dispatched together.
+            unread: results that the devices still work on.
+        """
+        if self._state != "waiting" or step + count < self._first or step + 1 > self._last:
+            return 0.0
+        jax.block_until_ready(unread)
+        began, options, self._begun = time.perf_counter(), ProfileOptions(), step + 1
         options.python_tracer_level = 0  # tracing Python would slow down the host, which launches the kernels
         try:
             self._folder.mkdir(exist_ok=True)
             jax.profiler.start_trace(self._folder, profiler_options=options)
+            self._state = "running"
         except (OSError, RuntimeError) as error:
-            self._first = 0
+            self._state = "done"
             self._say(f"warning: no profile: {error}")
+        return time.perf_counter() - began
 
-    def end(self, step: int, state: Any, program: Any, whole: bool = False) -> None:
-        """Stops behind the last step, and says what the time went to.
+    def end(self, step: int, outcome: Any, program: Any, whole: bool = False) -> float:
+        """Stops behind the last step, says what the time went to, and returns the seconds that this took.
 
         Args:
             step: that was the last to be dispatched.
-            state: that it will leave.
+            outcome: what it comes to, on the devices.
             program: that ran, compiled.
             whole: stop in any case.
         """
-        if not self._begun or not self._first or (step < self._last and not whole):
-            return
-        jax.block_until_ready(state)
-        self._first = 0
+        if self._state != "running" or (step < self._last and not whole):
+            return 0.0
+        jax.block_until_ready(outcome)
+        began, self._state = time.perf_counter(), "done"
         try:
             jax.profiler.stop_trace()
             file = max(self._folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
             operations: Sequence[Operation] = list_operations(parse_module(program.as_text()))
-            groups = {operation.name: operation.collective for operation in operations if operation.collective}
+            by_name = {operation.name.partition("@")[0]: operation for operation in operations}  # those of a loop, once
+            groups = {name: operation.collective for name, operation in by_name.items() if operation.collective}
             parts = divide(read_trace(ProfileData.from_file(str(file)), groups), step + 1 - self._begun)
+            sources = {name: operation.source for name, operation in by_name.items()}
+            self._say(f"profile of steps {self._begun} to {step}, in {file.parent}\n\n{format_parts(parts, sources)}\n")
         except (OSError, ValueError, RuntimeError) as error:
             self._say(f"warning: no profile of steps {self._begun} to {step}: {error}")
-            return
-        sources = {operation.name: operation.source for operation in operations}
-        self._say(f"profile of steps {self._begun} to {step}, in {file.parent}\n\n{format_parts(parts, sources)}\n")
+        return time.perf_counter() - began
 
     def close(self) -> None:
-        """Gives up a profile that was begun and not ended."""
-        if self._begun and self._first:
-            self._first = 0
+        """Gives up a profile that was begun and not ended, and says so if there was none."""
+        if self._state == "waiting":
+            self._say(f"warning: no profile: none of the steps {self._first} to {self._last} was done")
+        elif self._state == "running":
             jax.profiler.stop_trace()
+        self._state = "done"

@@ -81,6 +81,10 @@ class Meter:
         """Stops the clock."""
         self._until = time.perf_counter()
 
+    def leave_out(self, seconds: float) -> None:
+        """Takes time that no step took off the clock."""
+        self._since += seconds
+
     def add(self, scores: np.ndarray, skipped: bool = False) -> None:
         """Adds the scores of one batch, shape (4,), unless it was skipped."""
         self.steps += 1

@@ -5,7 +5,7 @@ import html
 import io
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +74,21 @@ def read_run(folder: Path) -> Run:
     config, records = read_config(folder), read_metrics(folder / "metrics.jsonl")
     if not records:
         raise ValueError(f"{folder} has no records yet")
-    return Run(folder.resolve().name, config, records)
+    return Run(folder.name, config, records)
+
+
+def name_runs(folders: Sequence[Path]) -> list[str]:
+    """Returns the shortest ends of paths that tell them apart.
+
+    >>> name_runs([Path("/a/x/run"), Path("/a/y/run")])
+    ['x/run', 'y/run']
+    """
+    paths = [folder.resolve() for folder in folders]
+    for length in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return [str(path) for path in paths]
 
 
 def _draw(axes: Axes, runs: Sequence[Run], value: str, splits: Sequence[str], factor: float = 1.0) -> None:
@@ -196,7 +210,8 @@ def write_report(options: Options) -> str:
     """
     if not options.runs:
         raise ValueError("name at least one run's folder")
-    runs = [read_run(folder) for folder in options.runs]
+    named = zip(options.runs, name_runs(options.runs), strict=True)
+    runs = [replace(read_run(folder), name=name) for folder, name in named]
     path = Path(options.out) if options.out else options.runs[0] / "report.html"
     if not path.parent.is_dir():
         raise ValueError(f"{path}: its folder does not exist")

@@ -38,6 +38,11 @@ def check_size(config: Config, mesh: Mesh, params: Any, spec: DataSpec, num_step
             f"epochs={config.epochs} with global_batch={config.global_batch}: {num_steps:,} steps are more than "
             f"{_MAX_STEPS:,}; use fewer epochs or a larger batch"
         )
+    if config.steps_per_dispatch > num_steps // config.epochs:
+        raise ValueError(
+            f"steps_per_dispatch={config.steps_per_dispatch} with {num_steps // config.epochs} steps an epoch: "
+            "the end of an epoch ends a call; use fewer"
+        )
     if config.profiled[0] > num_steps:
         raise ValueError(f"profile_steps={config.profile_steps}: the run ends behind step {num_steps:,}")
     first_drop = min(config.optim.milestones, default=config.epochs) * num_steps / config.epochs

@@ -170,6 +170,8 @@ def start_run(
         workdir = Path(exchange("workdir", "")[0])
         yield Start(workdir, program, train_source, test_source, None, *_first_state(program, None, "", warn))
         return
+    if config.init_from and not (config.workdir and Path(config.workdir, "config.toml").exists()):
+        read_weights(Path(config.init_from))  # before there is a folder: what cannot be read leaves none
     workdir = open_workdir(config)
     with (
         lock_workdir(workdir),

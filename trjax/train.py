@@ -3,9 +3,9 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -13,6 +13,7 @@ from typing import Annotated, TextIO
 import jax
 import optax
 import tyro
+from jax.sharding import Mesh
 
 from trjax.chain import Chain
 from trjax.compilation import compile_program, needed_bytes
@@ -75,6 +76,19 @@ class Summary:
     seconds: float
 
 
+@contextmanager
+def _tell_memory(mesh: Mesh, needed: Sequence[int]) -> Iterator[None]:
+    """Says what to do where a device runs out of memory, and how many bytes the step needs once that is known."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        what = f"the step needs {needed[0] / 1e9:.2f} GB on each device" if needed else "compiling needs more than"
+        there = f"{', which has' if needed else ' each device has,'} {device_bytes(mesh) / 1e9:.2f} GB"
+        raise OutOfDeviceMemoryError(f"out of memory: {what}{there}; {SMALLER}") from error
+
+
 def _train(
     config: Config, start: Start, display: Display, interrupted: Callable[[], bool], started: float
 ) -> tuple[int, bool]:
@@ -86,11 +100,14 @@ def _train(
     rates = make_learning_rates(config.optim, config.epochs, program.steps_per_epoch, config.global_batch)
     process, alone = process_index(), jax.process_count() == 1
     board = start.workdir / "tensorboard" if config.tensorboard and start.checkpoints else None
+    needed = list[int]()
     with ExitStack() as leaving:
         maker = ThreadPoolExecutor(1, "compile")
         leaving.callback(maker.shutdown, cancel_futures=True)
         sizes = config.data.sizes_from(start.step // program.steps_per_epoch)
+        leaving.enter_context(_tell_memory(program.mesh, needed))
         compiled = compile_program(program, sizes, maker, config.steps_per_dispatch)
+        needed.append(needed_bytes(compiled.train_step))
         exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
         log = start.workdir / f"watchdog{process}.log"
         profiled = config.profiled if start.checkpoints else (0, 0)
@@ -112,15 +129,7 @@ def _train(
             fed=leaving.enter_context(watch(config.watchdog_seconds, process, log)),
             profiler=profiler,
         )
-        try:
-            return run_loop(run, start.state, start.step, start.evaluated)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            needed, present = needed_bytes(compiled.train_step) / 1e9, device_bytes(program.mesh) / 1e9
-            raise OutOfDeviceMemoryError(
-                f"out of memory: the step needs {needed:.2f} GB on each device, which has {present:.2f}; {SMALLER}"
-            ) from error
+        return run_loop(run, start.state, start.step, start.evaluated)
 
 
 def train(
@@ -208,6 +217,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         config, own = parse_options(arguments, "python -m trjax.train", "Train a ResNet, data-parallel.", Options())
+        if own.replay_step + own.eval_only + own.dry_run > 1:
+            raise ValueError("--replay-step, --eval-only and --dry-run: each does nothing else; pass one of them")
         if own.replay_step:
             _tell(format_findings(replay(config)), sys.stdout)
             return 0

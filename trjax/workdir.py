@@ -16,7 +16,7 @@ from trjax.tables import config_from_table, config_to_toml, read_table
 _MAY_CHANGE = {
     "preset", "devices", "platform", "epochs", "reducer", "bucket_mb", "hosts", "nccl", "link_gbytes", "log_every",
     "deterministic", "save_every", "max_bad_steps", "watchdog_seconds", "workdir", "data.root",
-    "init_from", "tensorboard", "steps_per_dispatch", "profile_steps", "keep", "best_by",
+    "init_from", "tensorboard", "steps_per_dispatch", "profile_steps", "keep",
 }  # fmt: skip
 """Options that a resumed run may be given anew; another value of any other would make it another run."""
 
@@ -41,6 +41,22 @@ def read_config(workdir: Path) -> Config:
     return config_from_table(read_table(path), Config(), str(path))
 
 
+def check_same_run(config: Config, workdir: Path) -> None:
+    """Raises ValueError if a folder holds a run with other options, and names them."""
+    saved = flat_options(asdict(read_config(workdir)))
+    given = flat_options(asdict(config))
+    differing = [
+        f"{option} is {saved[option]!r} there and {value!r} here"
+        for option, value in given.items()
+        if option not in _MAY_CHANGE and saved[option] != value
+    ]
+    if differing:
+        raise ValueError(
+            f"{workdir} holds another run: {'; '.join(differing)}; "
+            "use another --workdir, or leave these options out to resume it"
+        )
+
+
 def open_workdir(config: Config) -> Path:
     """Creates the run's folder, or checks that an existing one holds the same run.
 
@@ -53,7 +69,7 @@ def open_workdir(config: Config) -> Path:
         workdir = Path(config.workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         if (workdir / "config.toml").exists():
-            _check_same_run(config, workdir)
+            check_same_run(config, workdir)
         elif (workdir / "checkpoints").exists():
             raise ValueError(f"workdir={workdir} holds checkpoints but no config.toml; use another folder")
     except OSError as error:
@@ -110,18 +126,3 @@ def _new_workdir(config: Config) -> Path:
             continue
         return workdir
     raise ValueError(f"runs/{name} exists a thousand times over; pass --workdir")
-
-
-def _check_same_run(config: Config, workdir: Path) -> None:
-    saved = flat_options(asdict(read_config(workdir)))
-    given = flat_options(asdict(config))
-    differing = [
-        f"{option} is {saved[option]!r} there and {value!r} here"
-        for option, value in given.items()
-        if option not in _MAY_CHANGE and saved[option] != value
-    ]
-    if differing:
-        raise ValueError(
-            f"{workdir} holds another run: {'; '.join(differing)}; "
-            "use another --workdir, or leave these options out to resume it"
-        )
