@@ -51,11 +51,6 @@ def test_synthetic_is_any_shape_and_repeatable() -> None:
     assert not np.array_equal(images[:4], test.read(np.arange(4))[0])
 
 
-def test_imagenet_says_that_folders_are_not_read() -> None:
-    with pytest.raises(ValueError, match="does not read image folders"):
-        load(DataConfig(source="imagenet"))
-
-
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1000), st.integers(0, 300))
 def test_order_is_a_permutation(seed: int, epoch: int, num_examples: int) -> None:
     assert sorted(epoch_order(seed, epoch, num_examples)) == list(range(num_examples))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -54,8 +55,11 @@ def _in_calls(run: Run, progress: Progress, start_step: int, end_step: int) -> I
             if progress.may_give_up_within(count):
                 count = 1
         progress.meter.leave_out(run.profiler.begin(step, count, progress.unread))
+        began = time.perf_counter()
         with annotate_input():
             placed = run.program.place_train(*islice(batches, count))
+        progress.meter.input_seconds += time.perf_counter() - began
+        run.tell_problems(run.train_source)
         yield count, placed
         step += count
 
@@ -113,6 +117,7 @@ def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> t
             return None
         meters[split].add(scores)
         meters[split].stop()
+    run.tell_problems(run.test_source)
     records = {split: run.record(split, meter, step, learning_rate) for split, meter in meters.items()}
     kind, name = run.config.best_by.split("/")
     value = next(float(getattr(record, name)) for split, record in records.items() if split == kind)

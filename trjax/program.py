@@ -16,7 +16,8 @@ from trjax.chain import Chain, init_chain
 from trjax.config import Config
 from trjax.data.augment import Preprocess, make_augment, normalise
 from trjax.data.batches import Batch, count_batches
-from trjax.data.sources import DataSpec, describe
+from trjax.data.sources import describe
+from trjax.data.spec import DataSpec
 from trjax.forms import StateForms, conv_order_of, make_forms
 from trjax.mesh import SPLIT, fill, own_rows, place, split_batch
 from trjax.optim import make_optimizer

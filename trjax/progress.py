@@ -62,6 +62,11 @@ class Run:
         return place(self.program.mesh, REPLICATED, self.learning_rates)
 
     @cached_property
+    def told(self) -> set[str]:
+        """Names of the examples that could not be read."""
+        return set()
+
+    @cached_property
     def votes(self) -> dict[bool, jax.Array]:
         """What this process answers to: stop? On the devices."""
         return {asked: self.program.votes(asked) for asked in (False, True)}
@@ -77,6 +82,7 @@ class Run:
             learning_rate=float(f"{learning_rate:.7g}"),  # float32 has no more digits
             images_per_second=meter.images_per_second,
             seconds=time.perf_counter() - self.started,
+            input_seconds=round(meter.input_seconds, 6),
         )
         meter.restart()
         if self.checkpoints is not None:
@@ -84,6 +90,13 @@ class Run:
             self.board(record)
         self.display.record(record)
         return record
+
+    def tell_problems(self, source: Source) -> None:
+        """Names the examples that could not be read and were not named before."""
+        for name, reason in list(source.problems.items()):
+            if name not in self.told:
+                self.told.add(name)
+                self.display.say(f"warning: {name} is left out, {len(self.told)} so far: {reason}")
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """Yields this process's part of the batches of these steps."""

@@ -39,6 +39,8 @@ class Record:
         learning_rate: of the step.
         images_per_second: over the line's own time; compilation comes before.
         seconds: since the process began to train.
+        input_seconds: that the host was at work to bring the line's batches to the devices, or waited for them to be
+            read; what the devices computed meanwhile is not lost.
     """
 
     split: Split
@@ -52,6 +54,7 @@ class Record:
     learning_rate: float
     images_per_second: float
     seconds: float
+    input_seconds: float = 0.0
 
 
 def make_record(split: Split, results: np.ndarray, **rest: Any) -> Record:
@@ -74,7 +77,7 @@ class Meter:
 
     def restart(self) -> None:
         """Forgets the sums and starts the clock."""
-        self.totals, self.steps, self.skipped = np.zeros(4), 0, 0
+        self.totals, self.steps, self.skipped, self.input_seconds = np.zeros(4), 0, 0, 0.0
         self._since, self._until = time.perf_counter(), 0.0
 
     def stop(self) -> None:
@@ -238,7 +241,9 @@ class Display:
         """Prints a record."""
         where = f"epoch {record.epoch}/{self.num_epochs}  step {record.step}  {record.split:5}"
         numbers = f"loss {record.loss:.4f}  top-1 {record.top1:7.2%}  {record.images_per_second:,.0f} images/s"
-        self.say(f"{where}  {numbers}")
+        seconds = record.examples / max(record.images_per_second, 1e-9)
+        late = f"  input {record.input_seconds / seconds:.0%}" if record.input_seconds > 0.05 * seconds else ""
+        self.say(f"{where}  {numbers}{late}")
         if not math.isfinite(record.loss):
             self.say(f"warning: the loss is not finite at step {record.step}; try a lower --optim.learning-rate")
         if record.skipped:

@@ -122,13 +122,13 @@ def replay(config: Config) -> list[Finding]:
         raise ValueError(f"{checkpoints.folder} holds no checkpoint of step {bad['checkpoint']}, where the run gave up")
     data = checkpoints.read(bad["checkpoint"])
     state = decode(data, program.forms.saved_shape, str(checkpoints.folder))
-    spec, (source, _) = describe(config.data), load(config.data)
+    spec, (source, _) = describe(config.data), load(config.data, config.seed)
     devices = 1 if config.bn == "sync" else bad["devices"]
     chain = make_chain(replace(config, bn="local"), spec)
     indices = np.zeros(config.global_batch, np.int32)
     indices[: len(bad["indices"])] = bad["indices"]
     mask = (np.arange(config.global_batch) < len(bad["indices"])).astype(np.float32)
-    batch = Batch(*source.read(indices), mask, indices)
+    batch = Batch(*source.read(indices, bad["epoch"]), mask, indices)
     prepare, findings = make_prepare(config, config.data.size_at(bad["epoch"])), []
     key = jax.random.fold_in(stream_key(config.seed, "dropout"), bad["step"])
     for part in range(config.accumulate * devices):

@@ -11,7 +11,8 @@ import numpy as np
 from trjax.checkpoint import Checkpoints, decode
 from trjax.config import Config
 from trjax.data.augment import normalise
-from trjax.data.sources import DataSpec, describe
+from trjax.data.sources import describe
+from trjax.data.spec import DataSpec
 from trjax.mesh import make_mesh, start_platform
 from trjax.program import Program, make_program
 from trjax.state import TrainState, models_of

@@ -18,6 +18,8 @@ _FLOAT_LIMIT = 3.4e38  # float32's, in which the devices compute
 LEAST_RATE, MOST_RATE = 1e-30, 1e30
 """Of a rate: float32 does not round it to 0, nor its product with a step to infinity."""
 _BELOW_ONE = 1 - 2**-25  # from here on float32 rounds to 1
+FROM_FILES = ("imagenet", "images", "npz")
+"""Sources whose classes and sizes are those of the files below their root."""
 _NOT_TEXT = ("Cc", "Cs", "Zl", "Zp")  # control characters, halves of surrogate pairs, ends of lines and paragraphs
 
 
@@ -47,18 +49,26 @@ class DataConfig:
 
     __pydantic_config__ = FORBID
 
-    source: Literal["digits", "cifar10", "cifar100", "imagenet", "synthetic"] = "digits"
-    """Digits ships with scikit-learn; synthetic is noise that depends on the class."""
+    source: Literal["digits", "cifar10", "cifar100", "imagenet", "images", "npz", "synthetic"] = "digits"
+    """Digits ships with scikit-learn; images are pictures in folders train/CLASS and val/CLASS, or packed; imagenet is
+    such a folder too; npz is a file of arrays; synthetic is noise that depends on the class."""
     root: str = ""
-    """Folder that holds the archives or extracted files (CIFAR)."""
+    """Folder that holds the archives or extracted files (CIFAR), or the pictures; npz: the file, with train_images,
+    train_labels, test_images, test_labels."""
     image_shape: tuple[int, ...] = ()
-    """Height, width, channels; imagenet and synthetic only, where empty means 224 224 3 and 32 32 3."""
+    """Height, width, channels; of pictures and synthetic, where empty means 224 224 3 and 32 32 3."""
     num_classes: int = 0
-    """Synthetic only; 0 means 10."""
+    """Synthetic, where 0 means 10; of files: what was found in them, which a run writes down."""
     train_examples: int = 0
-    """Synthetic only; 0 means 2048."""
+    """Likewise; 0 means 2048."""
     test_examples: int = 0
-    """Synthetic only; 0 means 512."""
+    """Likewise; 0 means 512."""
+    on_error: Literal["skip", "stop"] = "skip"
+    """What becomes of a picture that cannot be read: it is named and counts for nothing, or the run stops."""
+    workers: int = 0
+    """Threads that read pictures ahead; 0: as many as this process may use cores, 16 at most."""
+    least_area: float = 0.08
+    """Smallest share of a picture that a random crop shows."""
     crop_padding: int = 0
     """Random crop after padding every side with this many zero pixels."""
     flip: bool = False
@@ -100,13 +110,20 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_values(self, "data.")
-        synthetic_only = (self.num_classes, self.train_examples, self.test_examples)
+        found = (self.num_classes, self.train_examples, self.test_examples)
         require(
-            self.source == "synthetic" or not any(synthetic_only),
+            self.source in ("synthetic", *FROM_FILES) or not any(found),
             f"data.source={self.source} with data.num_classes, data.train_examples or data.test_examples",
             "these belong to data.source=synthetic",
         )
-        for option in ("num_classes", "train_examples", "test_examples", "crop_padding"):
+        require(
+            self.source == "synthetic" or all(found) or not any(found),
+            f"data.source={self.source} with data.num_classes={found[0]}, data.train_examples={found[1]} and "
+            f"data.test_examples={found[2]}",
+            "leave all three out: they are what is found",
+        )
+        require(0 < self.least_area <= 1, f"data.least_area={self.least_area}", "must be in (0, 1]")
+        for option in ("num_classes", "train_examples", "test_examples", "crop_padding", "workers"):
             require(getattr(self, option) >= 0, f"data.{option}={getattr(self, option)}", "must not be negative")
         require(
             len(self.sizes) == len(self.size_epochs) and all(0 < size <= 4096 for size in self.sizes),
@@ -122,7 +139,7 @@ class DataConfig:
             value = getattr(self, option)
             require(value == 0 or 1e-3 <= value <= 1e3, f"data.{option}={value}", "must be from 0.001 to 1000, or 0")
         require(
-            self.source in ("synthetic", "imagenet") or not self.image_shape,
+            self.source in ("synthetic", "imagenet", "images") or not self.image_shape,
             f"data.source={self.source} with data.image_shape={self.image_shape}",
             "its images have one shape; leave data.image_shape out",
         )
@@ -131,6 +148,11 @@ class DataConfig:
             not shape or (len(shape) == 3 and min(shape) > 0 and math.prod(shape) < _INT_LIMIT),
             f"data.image_shape={shape}",
             "must be height, width, channels, all positive, less than 2^31 bytes in all",
+        )
+        require(
+            self.source not in ("images", "imagenet") or shape[2:] in ((), (3,)),
+            f"data.source={self.source} with data.image_shape={shape}",
+            "pictures have three channels",
         )
 
 

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from trjax.config import Config
-from trjax.data.sources import DataSpec
+from trjax.data.spec import DataSpec
 from trjax.memory import require_memory
 
 _MAX_STEPS = 10**8

@@ -66,7 +66,7 @@ def _load(config: Config) -> tuple[Source, Source]:
     Raises:
         ValueError: they cannot be loaded, or are not of the size that was planned for.
     """
-    sources, spec = load(config.data), describe(config.data)
+    sources, spec = load(config.data, config.seed), describe(config.data)
     found, expected = [len(source) for source in sources], [spec.train_examples, spec.test_examples]
     if found != expected:
         raise ValueError(f"data.source={config.data.source}: {found} training and test examples, not {expected}")

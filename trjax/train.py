@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from trjax.chain import Chain
 from trjax.compilation import compile_program, needed_bytes
 from trjax.config import Config
+from trjax.data.sources import resolve
 from trjax.evaluation import evaluate_run
 from trjax.explain_step import dry_run
 from trjax.interrupts import STOPPED, catch_interrupts
@@ -153,6 +154,7 @@ def train(
         OutOfDeviceMemoryError: the step does not fit; says what it needs.
     """
     started, warnings, ready = time.perf_counter(), list[str](), False
+    config = replace(config, data=resolve(config.data))
     join_processes(processes)
     try:
         with (

@@ -15,7 +15,8 @@ from trjax.tables import config_from_table, config_to_toml, read_table
 
 _MAY_CHANGE = {
     "preset", "devices", "platform", "epochs", "reducer", "bucket_mb", "hosts", "nccl", "link_gbytes", "log_every",
-    "deterministic", "save_every", "max_bad_steps", "watchdog_seconds", "workdir", "data.root",
+    "deterministic", "save_every", "max_bad_steps", "watchdog_seconds", "workdir", "data.root", "data.workers",
+    "data.on_error",
     "init_from", "tensorboard", "steps_per_dispatch", "profile_steps", "keep",
 }  # fmt: skip
 """Options that a resumed run may be given anew; another value of any other would make it another run."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from trjax.config import DataConfig
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs, mix, smooth_labels
-from trjax.data.sources import DataSpec
+from trjax.data.spec import DataSpec
 from trjax.data.trivial import apply_operation, draw_operation
 from trjax.keys import Stream, example_keys, stream_key
 

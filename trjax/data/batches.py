@@ -1,6 +1,7 @@
 """The order of examples, and global batches of one fixed size."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -34,6 +35,11 @@ def epoch_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_examples)
 
 
+@lru_cache(maxsize=2)
+def _keep_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
+    return epoch_order(seed, epoch, num_examples)
+
+
 def count_batches(num_examples: int, global_batch: int, last_batch: Literal["pad", "drop"] = "pad") -> int:
     """Returns the number of batches of an epoch: the last one padded, or left out if it is not full.
 
@@ -53,18 +59,32 @@ def count_batches(num_examples: int, global_batch: int, last_batch: Literal["pad
     return num_examples // global_batch
 
 
-def _read_batch(source: Source, indices: np.ndarray, rows: np.ndarray) -> Batch:
-    """Returns those rows of a batch, in order; the batch is padded where there are fewer examples."""
+def _read_batch(source: Source, indices: np.ndarray, rows: np.ndarray, epoch: int | None) -> Batch:
+    """Returns those rows of a batch, in order; the batch is padded where there are fewer examples.
+
+    An example with a negative label could not be read: like padding, it counts for nothing.
+    """
     indices = indices[rows[rows < len(indices)]]
-    images, labels = source.read(indices)
+    images, labels = source.read(indices, epoch)
     padding = len(rows) - len(indices)
     fill = [(0, padding)]
     return Batch(
         np.pad(images, fill + [(0, 0)] * (images.ndim - 1)),
-        np.pad(labels, fill).astype(np.int32),
-        np.pad(np.ones(len(indices), np.float32), fill),
+        np.pad(labels.clip(0), fill).astype(np.int32),
+        np.pad((labels >= 0).astype(np.float32), fill),
         np.pad(indices, fill).astype(np.int32),
     )
+
+
+def _read_ahead(count: int, read: Callable[[int], Batch], workers: int) -> Iterator[Batch]:
+    """Yields `read` of 0 up to `count`, in order; so many threads read ahead, each a batch of its own."""
+    if not workers:
+        yield from map(read, range(count))
+        return
+    import grain  # not quick to import, and seldom needed
+
+    options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=workers + 1)
+    yield from grain.MapDataset.range(count).map(read).to_iter_dataset(options)
 
 
 def train_batches(
@@ -89,16 +109,21 @@ def train_batches(
     """
     rows = np.arange(global_batch) if rows is None else rows
     per_epoch = count_batches(len(source), global_batch, last_batch)
-    order_epoch, order = -1, np.empty(0, np.int64)
-    for step in range(start_step, end_step):
-        epoch, position = divmod(step, per_epoch)
-        if epoch != order_epoch:
-            order_epoch, order = epoch, epoch_order(seed, epoch, len(source))
-        yield _read_batch(source, order[position * global_batch : (position + 1) * global_batch], rows)
+
+    def read(ahead: int) -> Batch:
+        epoch, position = divmod(start_step + ahead, per_epoch)
+        indices = _keep_order(seed, epoch, len(source))[position * global_batch : (position + 1) * global_batch]
+        return _read_batch(source, indices, rows, epoch)
+
+    yield from _read_ahead(end_step - start_step, read, source.workers)
 
 
 def eval_batches(source: Source, global_batch: int, rows: np.ndarray | None = None) -> Iterator[Batch]:
     """Yields every example once, in the source's order, or those `rows` of every batch; the last one is padded."""
     rows = np.arange(global_batch) if rows is None else rows
-    for start in range(0, len(source), global_batch):
-        yield _read_batch(source, np.arange(start, min(start + global_batch, len(source))), rows)
+
+    def read(ahead: int) -> Batch:
+        indices = np.arange(ahead * global_batch, min((ahead + 1) * global_batch, len(source)))
+        return _read_batch(source, indices, rows, None)
+
+    yield from _read_ahead(-(-len(source) // global_batch), read, source.workers)

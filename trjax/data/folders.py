@@ -154,7 +154,7 @@ def _write_cache(path: Path, files: Files, seen: dict[str, int]) -> None:
 def _read_cache(path: Path, folder: Path) -> Files | None:
     """Returns what was found before, unless a folder has changed since."""
     try:
-        with np.load(path, allow_pickle=False) as saved:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
             about = json.loads(saved["about"].tobytes())
             if about["format"] != _FORMAT:
                 return None

@@ -136,8 +136,8 @@ def read_for_training(data: bytes, size: tuple[int, int], random: np.random.Gene
     top, left, own_height, own_width = draw_box(random, height, width, least_area)
     pixels = decode(max(size[0] / own_height, size[1] / own_width), True)
     down, right = pixels.shape[0] / height, pixels.shape[1] / width  # both 1 if it has its own size
-    rows = slice(int(top * down), max(int((top + own_height) * down), int(top * down) + 1))
-    columns = slice(int(left * right), max(int((left + own_width) * right), int(left * right) + 1))
+    rows = slice(round(top * down), max(round((top + own_height) * down), round(top * down) + 1))
+    columns = slice(round(left * right), max(round((left + own_width) * right), round(left * right) + 1))
     crop = pixels[rows, columns]
     if max(crop.shape[0] / size[0], crop.shape[1] / size[1]) > _BLURRED:
         crop = cv2.blur(crop, (2, 2))  # or lines thinner than a pixel would come and go

@@ -1,5 +1,8 @@
-"""What the classes of the built-in sources are called."""
+"""What classes are called."""
 
+from contextlib import suppress
+
+from trjax.data.splits import open_splits
 from trjax.sections import DataConfig
 
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
@@ -22,4 +25,7 @@ def class_names(data: DataConfig, num_classes: int) -> tuple[str, ...]:
     ('cat', ('class 0', 'class 1'))
     """
     known = tuple(_NAMES.get(data.source, "").split())
+    if data.source in ("images", "imagenet") and data.root:
+        with suppress(ValueError):  # the pictures are no longer there
+            known = open_splits(data.root)[0].classes
     return known or tuple(f"class {index}" for index in range(num_classes))

@@ -54,6 +54,7 @@ class PictureSource:
         seed: of random crops.
         least_area: smallest share of a picture that such a crop may be.
         stops: an example that cannot be read is an error; otherwise it is left out.
+        workers: threads that are to read ahead.
         problems: what was wrong with such examples, by their names.
     """
 
@@ -62,6 +63,7 @@ class PictureSource:
     seed: int = 0
     least_area: float = 0.08
     stops: bool = False
+    workers: int = 0
     problems: dict[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:

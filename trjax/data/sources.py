@@ -1,24 +1,47 @@
 """Sources of examples, all behind one interface: a length, and `read` by index."""
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-from trjax.config import DataConfig
+from trjax.data.arrays import describe_npz, load_npz
 from trjax.data.cifar import load_cifar
+from trjax.data.pictures import PictureSource
+from trjax.data.spec import DataSpec
+from trjax.data.splits import open_splits
 from trjax.memory import require_memory
+from trjax.sections import FROM_FILES, DataConfig
+
+_MOST_WORKERS = 16
 
 
 class Source(Protocol):
     """Labelled images by index, in a fixed order of their own; a streamed source decodes in `read`."""
 
+    @property
+    def workers(self) -> int:
+        """Threads that are to read ahead; 0: none."""
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """What was wrong with the examples that could not be read so far, by their names."""
+
     def __len__(self) -> int:
         """Returns the number of examples."""
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns uint8 images, shape (len(indices), height, width, channels), and int32 labels."""
+    def read(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns uint8 images, shape (len(indices), height, width, channels), and int32 labels.
+
+        Args:
+            indices: of the examples.
+            epoch: of the training that they are for; None: for an evaluation.
+        """
 
 
 @dataclass(frozen=True)
@@ -27,12 +50,14 @@ class ArraySource:
 
     images: np.ndarray
     labels: np.ndarray
+    workers: ClassVar[int] = 0
+    problems: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def __len__(self) -> int:
         """Returns the number of examples."""
         return len(self.labels)
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns the images and labels at `indices`."""
         return self.images[indices], self.labels[indices]
 
@@ -49,34 +74,23 @@ class FirstOf:
     source: Source
     count: int
 
+    @property
+    def workers(self) -> int:
+        """Threads that are to read ahead."""
+        return self.source.workers
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """What was wrong with examples."""
+        return self.source.problems
+
     def __len__(self) -> int:
         """Returns the number of examples."""
         return self.count
 
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, indices: np.ndarray, epoch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns the images and labels at `indices`."""
-        return self.source.read(indices)
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """What a model needs to know of a source: enough to plan and compile without loading it.
-
-    Attributes:
-        image_shape: height, width, channels.
-        num_classes: number of labels.
-        train_examples: length of the training source.
-        test_examples: length of the test source.
-        mean: per channel, of pixels scaled to [0, 1].
-        std: likewise.
-    """
-
-    image_shape: tuple[int, int, int]
-    num_classes: int
-    train_examples: int
-    test_examples: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+        return self.source.read(indices, epoch)
 
 
 # Means and deviations of the training pixels: digits' computed from this split (a test repeats it), CIFAR's and
@@ -86,28 +100,77 @@ _CIFAR100 = DataSpec((32, 32, 3), 100, 50_000, 10_000, (0.5071, 0.4865, 0.4409),
 _DIGITS = DataSpec((8, 8, 1), 10, 1_437, 360, (0.3053,), (0.3760,))
 
 
+_IMAGENET_CLASSES, _IMAGENET_EXAMPLES = 1000, (1_281_167, 50_000)
+
+
+def _describe_pictures(data: DataConfig) -> DataSpec:
+    """Returns the shapes and sizes of pictures; without a root, those of ImageNet's 2012 challenge."""
+    height, width, _ = data.image_shape or (224, 224, 3)
+    sizes = (data.num_classes, data.train_examples, data.test_examples)
+    if not data.num_classes:
+        if data.root or data.source == "images":
+            train, test = open_splits(data.root)
+            sizes = (len(train.classes), len(train), len(test))
+        else:
+            sizes = (_IMAGENET_CLASSES, *_IMAGENET_EXAMPLES)
+    return DataSpec((height, width, 3), *sizes, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def _load_pictures(data: DataConfig, seed: int) -> tuple[Source, Source]:
+    train, test = open_splits(data.root)
+    height, width, _ = describe(data).image_shape
+    workers = data.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    make = partial(
+        PictureSource, size=(height, width), seed=seed, least_area=data.least_area, stops=data.on_error == "stop",
+        workers=workers,
+    )  # fmt: skip
+    return make(train), make(test)
+
+
 def describe(data: DataConfig) -> DataSpec:
-    """Returns the shapes and sizes of a source without loading it."""
-    if data.source in ("synthetic", "imagenet"):
-        imagenet = data.source == "imagenet"
-        height, width, channels = data.image_shape or ((224, 224, 3) if imagenet else (32, 32, 3))
-        mean, std = (0.5,) * channels, (0.25,) * channels
-        if not imagenet:
-            sizes = (data.num_classes or 10, data.train_examples or 2048, data.test_examples or 512)
-            return DataSpec((height, width, channels), *sizes, mean, std)
-        if channels == 3:
-            mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-        return DataSpec((height, width, channels), 1000, 1_281_167, 50_000, mean, std)
+    """Returns the shapes and sizes of a source without loading it.
+
+    Raises:
+        ValueError: they are those of files, which are missing or damaged.
+    """
+    if data.source == "synthetic":
+        height, width, channels = data.image_shape or (32, 32, 3)
+        sizes = (data.num_classes or 10, data.train_examples or 2048, data.test_examples or 512)
+        return DataSpec((height, width, channels), *sizes, (0.5,) * channels, (0.25,) * channels)
+    if data.source == "npz":
+        return describe_npz(data)
+    if data.source in ("images", "imagenet"):
+        return _describe_pictures(data)
     return {"digits": _DIGITS, "cifar10": _CIFAR10, "cifar100": _CIFAR100}[data.source]
 
 
-def load(data: DataConfig) -> tuple[Source, Source]:
+def resolve(data: DataConfig) -> DataConfig:
+    """Returns the options with the numbers in them that are those of files: a run keeps them.
+
+    Raises:
+        ValueError: the files are missing or damaged.
+    """
+    if data.source not in FROM_FILES or data.num_classes:
+        return data
+    spec = describe(data)
+    return replace(
+        data, num_classes=spec.num_classes, train_examples=spec.train_examples, test_examples=spec.test_examples
+    )
+
+
+def load(data: DataConfig, seed: int = 0) -> tuple[Source, Source]:
     """Returns the training and the test source.
+
+    Args:
+        data: the options.
+        seed: of the run, for random crops of pictures.
 
     Raises:
         ValueError: files are missing or damaged; says which, what was expected and where to get it. Or synthetic
             examples do not fit into memory.
     """
+    if data.source in ("images", "imagenet"):
+        return _load_pictures(data, seed)
     if data.source == "digits":
         return _load_digits()
     if data.source in ("cifar10", "cifar100"):
@@ -117,10 +180,8 @@ def load(data: DataConfig) -> tuple[Source, Source]:
         spec = describe(data)
         _check_synthetic(spec)
         return _synthesise(spec, spec.train_examples, 0), _synthesise(spec, spec.test_examples, 1)
-    raise ValueError(
-        "data.source=imagenet: this version does not read image folders; "
-        "run its shapes with --data.source synthetic --data.image-shape 224 224 3 --data.num-classes 1000"
-    )
+    train, test = load_npz(data.root)
+    return ArraySource(*train), ArraySource(*test)
 
 
 def _load_digits() -> tuple[ArraySource, ArraySource]:
