@@ -92,7 +92,7 @@ def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], caplog:
         assert len(compiled) == 1, program
     (workdir,) = Path("runs").iterdir()
     records = lines(workdir)
-    keys = "split epoch step loss top1 top5 examples skipped learning_rate images_per_second seconds"
+    keys = "split epoch step loss top1 top5 examples skipped learning_rate images_per_second seconds input_seconds"
     assert all(list(record) == keys.split() for record in records)
     assert [(record["split"], record["epoch"], record["step"], record["examples"]) for record in records] == [
         ("train", 1, 2, 48), ("train", 1, 3, 12), ("test", 1, 3, 30),
@@ -113,7 +113,7 @@ def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], caplog:
 def test_the_written_config_reproduces_the_run() -> None:
     assert main([*TINY, "--epochs", "1", "--workdir", "one", "--seed", "5"]) == 0
     assert main(["--config", "one/config.toml", "--workdir", "two"]) == 0
-    timing = {"images_per_second", "seconds"}
+    timing = {"images_per_second", "seconds", "input_seconds"}
     strip = lambda records: [{key: record[key] for key in record.keys() - timing} for record in records]  # noqa: E731
     assert strip(lines("one")) == strip(lines("two"))
     one, two = (load_file(Path(run, "checkpoints", "3.safetensors")) for run in ("one", "two"))
@@ -224,7 +224,7 @@ def test_other_options_in_the_same_folder_are_refused(capsys: pytest.CaptureFixt
         ),
         (["--devices", "0-9"], "index 9 is out of range; there are 8 cpu devices"),
         (["--preset", "cifar10-resnet20"], "needs --data.root"),
-        (["--preset", "imagenet-resnet50"], "does not read image folders"),
+        (["--preset", "imagenet-resnet50"], "data.root='': must be the folder of the pictures"),
         (["--workdir", "file"], "workdir=file cannot be used"),
         (["--workdir", "strange"], "holds checkpoints but no config.toml"),
         (["--workdir", "/proc/run"], "workdir=/proc/run cannot be used"),
@@ -378,7 +378,8 @@ def test_a_stop_does_not_wait_for_the_evaluation() -> None:
         assert (summary.finished, summary.step, summary.last_top1) == (False, 5, None)
         assert [record["split"] for record in lines(name)] == ["train", "train", "train"]
         assert run_tiny(name).finished
-        strip = [[{**record, "images_per_second": 0, "seconds": 0} for record in lines(run)] for run in ("whole", name)]
+        timing = dict.fromkeys(("images_per_second", "seconds", "input_seconds"), 0)
+        strip = [[{**record, **timing} for record in lines(run)] for run in ("whole", name)]
         assert strip[0] == strip[1]
 
 

@@ -242,7 +242,7 @@ class Display:
         where = f"epoch {record.epoch}/{self.num_epochs}  step {record.step}  {record.split:5}"
         numbers = f"loss {record.loss:.4f}  top-1 {record.top1:7.2%}  {record.images_per_second:,.0f} images/s"
         seconds = record.examples / max(record.images_per_second, 1e-9)
-        late = f"  input {record.input_seconds / seconds:.0%}" if record.input_seconds > 0.05 * seconds else ""
+        late = f"  input {record.input_seconds / seconds:.0%}" if record.input_seconds > 0.05 * seconds > 0 else ""
         self.say(f"{where}  {numbers}{late}")
         if not math.isfinite(record.loss):
             self.say(f"warning: the loss is not finite at step {record.step}; try a lower --optim.learning-rate")

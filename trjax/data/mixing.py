@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
+import scipy.special
 
 from trjax.data.batches import Batch
 from trjax.sections import DataConfig
@@ -49,7 +49,7 @@ def swap_neighbours(leaf: jax.Array) -> jax.Array:
 
 def _draw_beta(key: jax.Array, alpha: float) -> jax.Array:
     """Draws from Beta(alpha, alpha) by a table of its quantiles: no rejections, and so no loop on the device."""
-    quantiles = scipy.stats.beta.ppf(np.linspace(0, 1, _QUANTILES), alpha, alpha)
+    quantiles = scipy.special.betaincinv(alpha, alpha, np.linspace(0, 1, _QUANTILES))
     return jnp.interp(jax.random.uniform(key), jnp.linspace(0, 1, _QUANTILES), jnp.asarray(quantiles, jnp.float32))
 
 
