@@ -51,7 +51,7 @@ FLOORS = [
     ["evaluation", "progress"],
     ["loop", "explain_step"],
     ["replay", "start"],
-    ["train", "explain", "predict", "export", "report"],
+    ["train", "explain", "predict", "export", "report", "preview"],
 ]
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name == "data" or path.name != "__init__.py")
@@ -93,6 +93,8 @@ def test_only_the_top_floor_and_the_records_print() -> None:
         "launch",
         "commands",
         "records",
+        "preview",
+        "data",
     }
 
 
@@ -145,7 +147,8 @@ def test_every_import_is_a_declared_dependency() -> None:
     wanted = [*project["dependencies"], *extras]
     declared = {re.split(r"[\[<>=;]", name)[0] for name in wanted}
     own = {"trjax", "helpers", "", *(path.stem for path in (ROOT / "experiments").glob("*.py"))}
-    names = {"sklearn": "scikit-learn", "tomli_w": "tomli-w", "PIL": "pillow"}
+    names = {"sklearn": "scikit-learn", "tomli_w": "tomli-w", "PIL": "pillow", "cv2": "opencv-python-headless"}
+    names |= {"array_record": "array-record"}
     for path in [*FILES, *(ROOT / "tests").glob("*.py"), *(ROOT / "experiments").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

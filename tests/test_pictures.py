@@ -27,6 +27,8 @@ from trjax.data.images import (
     read_for_evaluation,
     read_for_training,
 )
+from trjax.data.names import class_names
+from trjax.data.pack import How, pack
 from trjax.data.pictures import UNREADABLE
 from trjax.data.sources import describe, load, resolve
 from trjax.train import train
@@ -244,6 +246,22 @@ def test_what_is_read_depends_on_seed_epoch_and_index_alone(own_cache: Path) -> 
         np.testing.assert_array_equal(mine.images, theirs.images)
     (seen,) = eval_batches(test, 4)
     np.testing.assert_array_equal(seen.images[0], read_for_evaluation(encode(scene(20, 24, 0)), (8, 8)))
+
+
+def test_what_is_packed_trains_as_its_files_do(own_cache: Path) -> None:
+    root = write_folder(Path("data"), per_class=5)
+    pack(root, Path("packed"), How(400, 90, 1.0, 1), lambda *_: None)
+    shape = (8, 8, 3)
+    here, there = (load(DataConfig(source="images", root=name, image_shape=shape)) for name in ("data", "packed"))
+    for files, packed in zip(here, there, strict=True):
+        for epoch in (0, None):
+            for mine, theirs in zip(packed.read(np.arange(4), epoch), files.read(np.arange(4), epoch), strict=True):
+                np.testing.assert_array_equal(mine, theirs)  # small enough to be kept as they are
+    assert describe(DataConfig(source="images", root="packed")) == describe(DataConfig(source="images", root="data"))
+    assert class_names(DataConfig(source="images", root="packed"), 2) == ("ant", "bee")
+    Path("packed/train/index.json").rename("packed/train/unfinished.json")
+    with pytest.raises(ValueError, match="its pack has not ended"):
+        load(DataConfig(source="images", root="packed"))
 
 
 def damage(root: Path) -> None:

@@ -129,6 +129,24 @@ class Config:
         match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile_steps)
         return (int(match[1]), int(match[2])) if match else (0, 0)
 
+    def _check_dispatch(self) -> None:
+        """Raises ValueError where several steps of a call do not go with other options."""
+        require(
+            self.steps_per_dispatch == 1 or not 0 < self.max_bad_steps < 2 * self.steps_per_dispatch,
+            f"steps_per_dispatch={self.steps_per_dispatch} with max_bad_steps={self.max_bad_steps}",
+            "must be at most half of the bad steps after which the run gives up",
+        )
+        require(
+            not 0 < self.save_every < self.steps_per_dispatch,
+            f"steps_per_dispatch={self.steps_per_dispatch} with save_every={self.save_every}",
+            "no checkpoint comes between the steps of a call; use fewer of them",
+        )
+        require(
+            self.steps_per_dispatch == 1 or not self.data.sizes,
+            f"steps_per_dispatch={self.steps_per_dispatch} with data.sizes={self.data.sizes}",
+            "images that grow are for models that are not small; leave one of them out",
+        )
+
     def __post_init__(self) -> None:
         check_values(self)
         for option in ("global_batch", "epochs", "accumulate", "keep", "log_every", "steps_per_dispatch"):
@@ -160,21 +178,6 @@ class Config:
             "must be positive, at most 1e+09, or 0 for none",
         )
         require(
-            self.steps_per_dispatch == 1 or not 0 < self.max_bad_steps < 2 * self.steps_per_dispatch,
-            f"steps_per_dispatch={self.steps_per_dispatch} with max_bad_steps={self.max_bad_steps}",
-            "must be at most half of the bad steps after which the run gives up",
-        )
-        require(
-            not 0 < self.save_every < self.steps_per_dispatch,
-            f"steps_per_dispatch={self.steps_per_dispatch} with save_every={self.save_every}",
-            "no checkpoint comes between the steps of a call; use fewer of them",
-        )
-        require(
-            self.steps_per_dispatch == 1 or not self.data.sizes,
-            f"steps_per_dispatch={self.steps_per_dispatch} with data.sizes={self.data.sizes}",
-            "images that grow are for models that are not small; leave one of them out",
-        )
-        require(
             self.optim.ema_decay > 0 or not self.best_by.startswith("ema/"),
             f"best_by={self.best_by} with optim.ema_decay={self.optim.ema_decay}",
             "there are no running means; pass --optim.ema-decay",
@@ -184,4 +187,5 @@ class Config:
             f"data.size_epochs={self.data.size_epochs} with epochs={self.epochs}",
             "images must come in their own size in the end; pass --data.size-epochs",
         )
+        self._check_dispatch()
         _check_schedule(self.optim, self.epochs, self.global_batch)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from trjax.data.folders import index_folder
 from trjax.data.pictures import Pictures
-from trjax.data.shards import INDEX, open_shards
+from trjax.data.shards import INDEX, UNFINISHED, open_shards
 
 NAMES = (("train",), ("val", "test", "validation"))
 """What the folders of the training and of the test split may be called."""
@@ -30,7 +30,8 @@ def open_split(folder: Path) -> Pictures:
         ValueError: there are none, or what is packed is damaged.
     """
     try:
-        return open_shards(folder) if (folder / INDEX).exists() else index_folder(folder)
+        packed = (folder / INDEX).exists() or (folder / UNFINISHED).exists()
+        return open_shards(folder) if packed else index_folder(folder)
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error}") from error
 

@@ -1,0 +1,165 @@
+"""CIFAR's archives from the network: taken up again where they were cut off, kept only if their checksum is right."""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+TIMEOUT_SECONDS = 30.0
+"""For which nothing may come."""
+_ATTEMPTS = 20  # for one address, as long as each gets some bytes more
+_CHUNK_BYTES = 2**18
+_NO_SUCH_RANGE = 416
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A file to download.
+
+    Attributes:
+        file: its name.
+        md5: its checksum.
+        urls: where it is published.
+    """
+
+    file: str
+    md5: str
+    urls: tuple[str, ...]
+
+
+_HOME = "https://www.cs.toronto.edu/~kriz/"
+ARCHIVES = {
+    name: Archive(file, md5, (_HOME + file,))
+    for name, file, md5 in (
+        ("cifar10", "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
+        ("cifar100", "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
+    )
+}
+"""By the names of their sources. Source: https://www.cs.toronto.edu/~kriz/cifar.html."""
+
+Tell = Callable[[str, int, int], None]
+"""Is told of a file, how many of its bytes are there, and of how many; 0: not known."""
+
+
+def _md5_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(getattr(error, "reason", error)).split()) or type(error).__name__
+
+
+def _receive(url: str, path: Path, tell: Tell) -> str:
+    """Adds to a file what is missing of it; returns why that is not all of it, or "".
+
+    A server that cannot send a part sends all of it, and the file begins anew.
+
+    Raises:
+        OSError: the file cannot be written; what the network does is returned.
+    """
+    start = _size_of(path)
+    request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+    try:
+        response = urlopen(request, timeout=TIMEOUT_SECONDS)
+    except HTTPError as error:
+        error.close()
+        return "" if start and error.code == _NO_SUCH_RANGE else f"{error.code} {error.reason}"  # or it is all there
+    except (OSError, HTTPException) as error:
+        return _reason(error)
+    with response:
+        resumed = response.status == 206
+        if resumed and not re.match(rf"bytes {start}-", response.headers.get("Content-Range", "")):
+            return f"it sends {response.headers.get('Content-Range')!r} for the bytes from {start} on"
+        done = start if resumed else 0
+        total = done + int(response.headers.get("Content-Length", 0))
+        with path.open("ab" if resumed else "wb") as file:
+            while True:
+                try:
+                    chunk = response.read(_CHUNK_BYTES)
+                except (OSError, HTTPException) as error:
+                    return _reason(error)
+                if not chunk:
+                    return f"cut off after {done:,} of {total:,} bytes" if done < total else ""
+                file.write(chunk)
+                done += len(chunk)
+                tell(path.name, done, total)
+
+
+def _fetch(url: str, path: Path, md5: str, tell: Tell) -> str:
+    """Brings a file to its end from one address; returns why that cannot be, or "".
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    reason = ""
+    for _ in range(_ATTEMPTS):
+        start = _size_of(path)
+        reason = _receive(url, path, tell)
+        if reason and _size_of(path) <= start:
+            break
+        if not reason:
+            if (found := _md5_of(path)) == md5:
+                return ""
+            path.unlink()
+            reason = f"its MD5 is {found}, not {md5}"
+            if not start:  # all of it came from here; otherwise the first part may be to blame
+                break
+    return reason
+
+
+def _check_url(url: str, file: str) -> str:
+    """Returns the address of a file: that of its folder may be given.
+
+    Raises:
+        ValueError: it is no address of the web.
+    """
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ValueError(f"mirror={url!r}: must begin with https:// or http://")
+    return url + file if url.endswith("/") else url
+
+
+def download(name: str, target: Path, mirrors: Sequence[str] = (), tell: Tell = lambda *_: None) -> str:
+    """Downloads a set's archive into a folder, and returns what has become of it.
+
+    The file has its name only when its checksum is right; until then, and after a failure, what has come is in
+    `<name>.partial`, for the next try.
+
+    Args:
+        name: of the set.
+        target: the folder, made if it is not there.
+        mirrors: addresses to try before the official one, of the file, or of its folder with a slash at the end.
+        tell: is told how far it is.
+
+    Raises:
+        ValueError: a mirror is no address, or no address has the file: says what each did.
+        OSError: the file cannot be written.
+    """
+    archive = ARCHIVES[name]
+    urls = [_check_url(url, archive.file) for url in (*mirrors, *archive.urls)]
+    path = target / archive.file
+    target.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        if _md5_of(path) == archive.md5:
+            return f"{path} is there already, and whole"
+        path.replace(path.with_name(f"{path.name}.damaged"))
+    partial, reasons = path.with_name(f"{path.name}.partial"), []
+    for url in urls:
+        if not (reason := _fetch(url, partial, archive.md5, tell)):
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(path)
+            return f"{path}: {path.stat().st_size:,} bytes from {url}, MD5 {archive.md5}"
+        reasons.append(f"{url}: {reason}")
+    kept = f"; {_size_of(partial):,} bytes are kept in {partial} for the next try" if partial.exists() else ""
+    raise ValueError(f"{archive.file} could not be had: {'; '.join(reasons)}{kept}")

@@ -1,0 +1,300 @@
+"""From folders of pictures to shards: each picture no larger than a training needs it, in the order of its folder.
+
+Pictures are converted by threads: decoding, shrinking and encoding hold no lock of Python's, so that they keep all
+cores busy (what does hold it takes a few percent of a picture's time), and Ctrl-C reaches them at once. Shards are
+written one after the other: a pack that is killed loses only one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cv2
+import numpy as np
+import simplejpeg
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from trjax.data.folders import Files, index_folder
+from trjax.data.images import BadImageError, open_picture
+from trjax.data.shards import (
+    INDEX,
+    UNFINISHED,
+    About,
+    Index,
+    LeftOut,
+    Shard,
+    encode_record,
+    find_fault,
+    make_shard,
+    printable,
+    read_index,
+    read_json,
+    shard_name,
+    write_json,
+)
+
+SPLITS = ("train", "val", "test", "validation")
+"""Folders that are packed, as far as they are there."""
+_SAMPLE = 64  # pictures that tell one source from another, and how large a picture gets
+_AT_A_TIME = 1024  # pictures that wait to be written, at most
+_LIMITS = {"max_side": (1, 32768), "quality": (1, 100), "shard_mb": (1e-6, 1e6), "workers": (1, 1024)}
+_WRITER = "group_size:1,uncompressed"  # each picture by itself; JPEG does not compress
+_OWN = re.compile(r"(shard-\d{5}-of-\d{5}\.array_record(\.json)?|index\.json|unfinished\.json)(\.partial)?")
+
+T = TypeVar("T")
+Report = Callable[[str, int, int], None]
+"""Is told of a split, how many of its pictures are done, and of how many."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How to pack.
+
+    Attributes:
+        max_side: pixels of the longer side, at most.
+        quality: of JPEG.
+        shard_mb: MiB of a shard, about.
+        workers: threads.
+    """
+
+    max_side: int
+    quality: int
+    shard_mb: float
+    workers: int
+
+    def __post_init__(self) -> None:
+        for option, (least, most) in _LIMITS.items():
+            if not least <= (value := getattr(self, option)) <= most:
+                raise ValueError(f"{option}={value}: must be from {least:g} to {most:g}")
+
+
+def in_order(do: Callable[[int], T], indices: Sequence[int], workers: int) -> Generator[T, None, None]:
+    """Yields what a function returns for each index, in order, computed by threads ahead of what is asked for."""
+    with ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(indices), _AT_A_TIME):
+            yield from pool.map(do, indices[start : start + _AT_A_TIME])
+
+
+def _is_plain(data: bytes) -> bool:
+    """Returns whether a file is a JPEG that `open_picture` does not hand to Pillow."""
+    if not simplejpeg.is_jpeg(data) or b"Exif\0\0" in data[:4096]:
+        return False
+    return simplejpeg.decode_jpeg_header(data)[2] not in ("CMYK", "YCCK")
+
+
+def shrink(data: bytes, max_side: int, quality: int) -> bytes:
+    """Returns a picture as a JPEG file whose longer side is at most `max_side`; unchanged if it is one already.
+
+    Raises:
+        BadImageError: see `open_picture`.
+    """
+    height, width, decode = open_picture(data)
+    share = max_side / max(height, width)
+    pixels = decode(min(share, 1.0), share >= 1)  # all of it, also where it is only to be seen whether it can be
+    if share < 1:
+        size = max(1, round(width * share)), max(1, round(height * share))
+        pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+    elif _is_plain(data):
+        return data
+    return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality, colorsubsampling="420")
+
+
+def _describe(files: Files, how: How) -> About:
+    """Returns what is to be packed, and into how many shards, by the size of some pictures."""
+    digest = hashlib.sha256(json.dumps(files.classes).encode())
+    for part in (files.names, files.ends.tobytes(), files.labels.tobytes()):
+        digest.update(part)
+    sizes = []
+    for index in sorted({round(at) for at in np.linspace(0, len(files) - 1, _SAMPLE)}):
+        data = files.read(index).data
+        digest.update(hashlib.sha256(data).digest())
+        with suppress(BadImageError):
+            sizes.append(len(shrink(data, how.max_side, how.quality)))
+    of_a_shard = max(1, int(how.shard_mb * 2**20 / float(np.mean(sizes or [1]))))
+    return About(digest.hexdigest(), how.max_side, how.quality, how.shard_mb, -(-len(files) // of_a_shard))
+
+
+def _begin(folder: Path, about: About) -> About:
+    """Returns what a folder was begun with, which must be the same but for the number of shards.
+
+    Raises:
+        ValueError: it is not, or the folder holds something else.
+    """
+    if (folder / INDEX).exists():
+        begun = read_index(folder).about
+    elif (folder / UNFINISHED).exists():
+        try:
+            begun = About(**read_json(folder / UNFINISHED))
+        except TypeError as error:
+            raise ValueError(f"{folder / UNFINISHED} is damaged ({error})") from error
+    else:
+        if others := [name for name in os.listdir(folder) if not name.startswith((".", f"{UNFINISHED}.partial"))]:
+            raise ValueError(f"{folder} holds something else, {printable(others[0])} for one; name another folder")
+        write_json(folder / UNFINISHED, about)
+        return about
+    if begun.source != about.source:
+        raise ValueError(
+            f"{folder} holds pictures of another source, or the source has changed since; remove it to pack anew"
+        )
+    for option in ("max_side", "quality", "shard_mb"):
+        if (was := getattr(begun, option)) != (asked := getattr(about, option)):
+            raise ValueError(f"{folder} was begun with {option}={was}, not {asked}; pass that, or name another folder")
+    return begun
+
+
+def _read_finished(folder: Path) -> dict[str, Shard]:
+    """Returns the shards that are complete, by the names of their files."""
+    if (folder / INDEX).exists():
+        shards = list(read_index(folder).shards)
+    else:
+        shards = []
+        for path in folder.glob("*.array_record.json"):
+            with suppress(ValueError, KeyError, TypeError):  # then its shard is packed again
+                shards.append(make_shard(read_json(path)))
+    return {shard.file: shard for shard in shards if not find_fault(folder, shard)}
+
+
+def _convert(files: Files, how: How, index: int) -> bytes | LeftOut:
+    """Returns a picture's record, or what is wrong with it."""
+    name, (data, label) = files.name(index), files.read(index)
+    try:
+        return encode_record(name, label, shrink(data, how.max_side, how.quality))
+    except BadImageError as error:
+        return LeftOut(index, name, str(error))
+
+
+def _write_records(path: Path, converted: Iterator[bytes | LeftOut], done: Callable[[int], None]) -> list[LeftOut]:
+    """Writes a shard's file, and returns what is not in it; `done` is told how many records have come.
+
+    Raises:
+        OSError: it cannot be written; or a picture cannot be read.
+    """
+
+    def attempt(do: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            do(*arguments)
+        except RuntimeError as error:  # ArrayRecord's only one
+            reason = str(error).partition(";")[0].removeprefix("write() failed: ")
+            raise OSError(f"{path}: {reason}; what is finished is kept: make room, and start again to go on") from error
+
+    writer, left_out = ArrayRecordWriter(str(path), _WRITER), list[LeftOut]()
+    try:
+        for count, record in enumerate(converted, start=1):
+            if isinstance(record, LeftOut):
+                left_out.append(record)
+            else:
+                attempt(writer.write, record)
+            done(count)
+        attempt(writer.close)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(RuntimeError):
+            writer.close()
+        path.unlink(missing_ok=True)
+        raise
+    return left_out
+
+
+def _write_shard(files: Files, folder: Path, how: How, name: str, indices: range, report: Report) -> Shard:
+    """Packs a shard, and notes that it is complete."""
+    path, unfinished = folder / name, folder / f"{name}.partial"
+    with closing(in_order(partial(_convert, files, how), indices, how.workers)) as converted:
+        left_out = _write_records(
+            unfinished, converted, lambda count: report(folder.name, indices.start + count, len(files))
+        )
+    with unfinished.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    unfinished.replace(path)
+    shard = Shard(name, len(indices) - len(left_out), path.stat().st_size, digest, tuple(left_out))
+    write_json(folder / f"{name}.json", shard)
+    return shard
+
+
+def _end(files: Files, folder: Path, about: About, shards: Sequence[Shard]) -> Index:
+    """Marks a split as complete, and removes what only a pack needs that goes on."""
+    kept = np.ones(len(files), bool)
+    kept[[left.index for shard in shards for left in shard.left_out]] = False
+    if not kept.any():
+        raise ValueError(f"{files.root}: none of its {len(files):,} pictures can be read")
+    counts = np.bincount(files.labels[kept], minlength=len(files.classes))
+    index = Index(about, files.classes, tuple(map(int, counts)), int(kept.sum()), tuple(shards))
+    write_json(folder / INDEX, index)
+    for name in os.listdir(folder):
+        if _OWN.fullmatch(name) and name not in (INDEX, *(shard.file for shard in shards)):
+            (folder / name).unlink()
+    return index
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other packs out of a folder.
+
+    Raises:
+        ValueError: one is in it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems lock no folders
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{folder}: another pack is at work there") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def pack_split(files: Files, folder: Path, how: How, report: Report = lambda *_: None) -> Index:
+    """Packs the pictures of a split, or what is missing of them.
+
+    Raises:
+        ValueError: the folder holds something else, or no picture can be read.
+        OSError: a file cannot be read or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        about = _begin(folder, _describe(files, how))
+        bounds = [len(files) * number // about.num_shards for number in range(about.num_shards + 1)]
+        finished, shards = _read_finished(folder), []
+        for number, (start, end) in enumerate(pairwise(bounds)):
+            name = shard_name(number, about.num_shards)
+            shards.append(finished.get(name) or _write_shard(files, folder, how, name, range(start, end), report))
+        return _end(files, folder, about, shards)
+
+
+def find_splits(folder: Path) -> dict[str, Path]:
+    """Returns the folders of the splits in a folder, by name; none if it is not made of splits."""
+    return {name: folder / name for name in SPLITS if (folder / name).is_dir()}
+
+
+def pack(source: Path, target: Path, how: How, report: Report = lambda *_: None) -> dict[str, Index]:
+    """Packs all splits of a folder of pictures.
+
+    Raises:
+        ValueError: there are none, or the target is in the way.
+        OSError: a file cannot be read or written.
+    """
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{target} lies in {source}, whose pictures it is to hold; name a folder outside of it")
+    found = find_splits(source)
+    if not found:
+        raise ValueError(
+            f"{source} holds none of the folders {', '.join(SPLITS)}; expected {source}/train/CLASS/*.JPEG"
+        )
+    if target.is_dir():
+        others = sorted(name for name in os.listdir(target) if name not in SPLITS and not name.startswith("."))
+        if others:
+            raise ValueError(f"{target} holds something else, {printable(others[0])} for one; name another folder")
+    splits = {name: index_folder(folder) for name, folder in found.items()}
+    return {name: pack_split(files, target / name, how, report) for name, files in splits.items()}

@@ -1,0 +1,241 @@
+"""What is in a folder of pictures, packed or not: whether all can be read, how many, how large, how bright."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+
+from trjax.data.folders import index_folder
+from trjax.data.images import BadImageError, open_picture
+from trjax.data.pack import Report, find_splits, in_order
+from trjax.data.pictures import Pictures
+from trjax.data.shards import INDEX, UNFINISHED, Shard, Shards, find_fault, open_shards, printable, read_index
+from trjax.records import format_table
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What cannot be read.
+
+    Attributes:
+        name: of a picture or a shard.
+        reason: what is wrong with it.
+    """
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{printable(self.name)}: {printable(self.reason)}"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What some pictures are like.
+
+    Attributes:
+        heights: of each that can be read.
+        widths: likewise.
+        mean: of each channel of pixels in [0, 1]; every picture counts the same, whatever its size.
+        std: likewise.
+        damaged: pictures that cannot be read.
+    """
+
+    heights: np.ndarray
+    widths: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+    damaged: tuple[Damage, ...]
+
+
+def _is_packed(folder: Path) -> bool:
+    return (folder / INDEX).exists() or (folder / UNFINISHED).exists() or any(folder.glob("*.array_record"))
+
+
+def _splits(folder: Path) -> dict[str, Path]:
+    """Returns the folders of the splits; the folder itself, if it is one."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    return {folder.name: folder} if _is_packed(folder) else find_splits(folder) or {folder.name: folder}
+
+
+def _decode(data: bytes) -> np.ndarray:
+    return open_picture(data)[2](1.0, False)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What is wrong with a split.
+
+    Attributes:
+        examples: pictures that are to be there.
+        shards: of them that are damaged.
+        pictures: that are damaged, as far as their shards are there.
+        left_out: pictures that were not packed, since they were damaged then.
+    """
+
+    examples: int
+    shards: tuple[Damage, ...]
+    pictures: tuple[Damage, ...]
+    left_out: int = 0
+
+
+def _check(pictures: Pictures, index: int) -> Damage | None:
+    """Reads and decodes a picture, and returns what is wrong with it."""
+    try:
+        data, label = pictures.read(index)
+        if not 0 <= label < len(pictures.classes):
+            raise BadImageError(f"its label is {label}, of {len(pictures.classes)} classes")
+        _decode(data)
+    except (BadImageError, OSError) as error:
+        return Damage(pictures.name(index), str(error))
+    return None
+
+
+def _check_shard(folder: Path, shard: Shard) -> str:
+    """Returns what is wrong with a shard's file; nothing: ""."""
+    if fault := find_fault(folder, shard):
+        return fault
+    with (folder / shard.file).open("rb") as file:
+        changed = hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256
+    return "its bytes have changed since it was packed (SHA-256)" if changed else ""
+
+
+def _open(folder: Path) -> Pictures:
+    return open_shards(folder) if _is_packed(folder) else index_folder(folder)
+
+
+def verify_split(folder: Path, workers: int, report: Report = lambda *_: None) -> Verified:
+    """Reads all pictures of a split, and returns what is damaged.
+
+    Raises:
+        ValueError: the folder holds no pictures, or no complete pack of them.
+        OSError: a folder cannot be read.
+    """
+    pictures: Pictures
+    shards: tuple[Shard, ...] = ()
+    faults = {}
+    if _is_packed(folder):
+        index = read_index(folder)
+        shards = index.shards
+        faults = {shard: fault for shard in shards if (fault := _check_shard(folder, shard))}
+        pictures = Shards(folder, index.classes, tuple(shard for shard in shards if not find_fault(folder, shard)))
+    else:
+        pictures = index_folder(folder)
+    damaged = []
+    for done, found in enumerate(in_order(partial(_check, pictures), range(len(pictures)), workers), start=1):
+        report(folder.name, done, len(pictures))
+        if found is not None:
+            damaged.append(found)
+    return Verified(
+        sum(shard.records for shard in shards) or len(pictures),
+        tuple(Damage(shard.file, fault) for shard, fault in faults.items()),
+        tuple(damaged),
+        sum(len(shard.left_out) for shard in shards),
+    )
+
+
+def verify(folder: Path, workers: int, report: Report = lambda *_: None) -> tuple[str, bool]:
+    """Reads all pictures of a folder, and returns a line for each that is damaged, a summary, and whether all is well.
+
+    Raises:
+        ValueError: see `verify_split`.
+        OSError: likewise.
+    """
+    lines, sound = [], True
+    for name, path in _splits(folder).items():
+        found = verify_split(path, workers, report)
+        lines += [f"{name}: {each}" for each in (*found.shards, *found.pictures)]
+        shards = f"{len(found.shards)} shards and " if _is_packed(path) else ""
+        left_out = f"; {found.left_out:,} were left out when it was packed" if found.left_out else ""
+        lines.append(f"{name}: {found.examples:,} pictures; {shards}{len(found.pictures)} pictures damaged{left_out}")
+        sound &= not (found.shards or found.pictures)
+    return "\n".join(lines), sound
+
+
+def _measure(pictures: Pictures, index: int) -> Damage | tuple[int, int, np.ndarray, np.ndarray]:
+    """Returns a picture's height and width, and the mean and the mean square of each channel."""
+    try:
+        pixels = _decode(pictures.read(index).data)
+    except (BadImageError, OSError) as error:
+        return Damage(pictures.name(index), str(error))
+    mean, std = (value[:, 0] / 255 for value in cv2.meanStdDev(pixels))
+    return *pixels.shape[:2], mean, std**2 + mean**2
+
+
+def survey(pictures: Pictures, most: int, workers: int, report: Report = lambda *_: None, split: str = "") -> Survey:
+    """Returns what pictures are like, from some of them.
+
+    Args:
+        pictures: to look at.
+        most: to look at, at most; they lie evenly spread.
+        workers: threads.
+        report: is told how many are done.
+        split: what they are called there.
+    """
+    count = min(most, len(pictures))
+    indices = [len(pictures) * number // count for number in range(count)]
+    found, damaged = [], []
+    for done, one in enumerate(in_order(partial(_measure, pictures), indices, workers), start=1):
+        report(split, done, count)
+        if isinstance(one, Damage):
+            damaged.append(one)
+        else:
+            found.append(one)
+    if not found:
+        return Survey(np.empty(0), np.empty(0), np.full(3, np.nan), np.full(3, np.nan), tuple(damaged))
+    heights, widths, means, squares = (np.array(values) for values in zip(*found, strict=True))
+    mean = means.mean(0)
+    std = np.sqrt(np.maximum(squares.mean(0) - mean**2, 0))
+    return Survey(heights, widths, mean, std, tuple(damaged))
+
+
+def _count_classes(folder: Path, pictures: Pictures) -> np.ndarray:
+    """Returns the number of pictures of each class."""
+    if _is_packed(folder):
+        return np.array(read_index(folder).class_examples)
+    return np.bincount(index_folder(folder).labels, minlength=len(pictures.classes))
+
+
+def _spread(name: str, values: np.ndarray) -> list[Any]:
+    if not len(values):
+        return [name, "", "", ""]
+    return [name, *(f"{value:g}" for value in (values.min(), np.median(values), values.max()))]
+
+
+def _format(name: str, pictures: Pictures, counts: np.ndarray, found: Survey) -> Sequence[str]:
+    """Returns the lines on one split."""
+    looked_at = len(found.heights) + len(found.damaged)
+    rows = [
+        _spread("pictures of a class", counts),
+        _spread("width", found.widths),
+        _spread("height", found.heights),
+    ]
+    lines = [f"{name}: {len(pictures):,} pictures of {len(counts):,} classes; {looked_at:,} of them looked at"]
+    lines += format_table(["", "min", "median", "max"], rows).splitlines()
+    for what, values in (("mean", found.mean), ("std", found.std)):
+        lines.append(f"{what} of red, green, blue in [0, 1]: {', '.join(f'{value:.4f}' for value in values)}")
+    lines.append(f"{len(found.damaged)} damaged" + (":" if found.damaged else ""))
+    return lines + [f"  {each}" for each in found.damaged]
+
+
+def describe_folder(folder: Path, most: int, workers: int, report: Report = lambda *_: None) -> str:
+    """Returns how many pictures there are, and what `survey` finds in some of them, for each split of a folder.
+
+    Raises:
+        ValueError: the folder holds no pictures, or no complete pack of them.
+        OSError: a folder cannot be read.
+    """
+    if most < 1:
+        raise ValueError(f"most={most}: must be positive")
+    parts = []
+    for name, path in _splits(folder).items():
+        pictures = _open(path)
+        found = survey(pictures, most, workers, report, name)
+        parts.append("\n".join(_format(name, pictures, _count_classes(path, pictures), found)))
+    return "\n\n".join(parts)
