@@ -37,13 +37,14 @@ def _save(
     return whole
 
 
-def _in_calls(run: Run, progress: Progress, start_step: int, end_step: int) -> Iterator[tuple[int, Batch]]:
+def _in_calls(
+    run: Run, progress: Progress, batches: Iterator[Batch], start_step: int, end_step: int
+) -> Iterator[tuple[int, Batch]]:
     """Yields the batches of each call, on the devices, and their number: as many as may go into one, or a single one.
 
     No checkpoint is due inside of a call, and no step of it follows the one that is one bad step too many.
     """
     config, step = run.config, start_step
-    batches = run.batches(start_step, end_step)
     while step < end_step:
         save_at = (step // config.save_every + 1) * config.save_every if config.save_every else end_step
         fits = step + config.steps_per_dispatch <= min(end_step, save_at)
@@ -64,7 +65,9 @@ def _in_calls(run: Run, progress: Progress, start_step: int, end_step: int) -> I
         step += count
 
 
-def _train(run: Run, state: TrainState, progress: Progress, start_step: int, end_step: int) -> tuple[TrainState, int]:
+def _train(
+    run: Run, state: TrainState, progress: Progress, batches: Iterator[Batch], start_step: int, end_step: int
+) -> tuple[TrainState, int]:
     """Trains up to `end_step` or a stop; results are read one step late, so that the devices never wait.
 
     Every process reads the same results, and so all stop behind the same step.
@@ -78,7 +81,7 @@ def _train(run: Run, state: TrainState, progress: Progress, start_step: int, end
     asked = not run.alone and run.interrupted()
     progress.meter.restart()
     call = train_step
-    for count, batch in _in_calls(run, progress, start_step, end_step):
+    for count, batch in _in_calls(run, progress, batches, start_step, end_step):
         call = train_step if count == 1 else program.train_steps
         state, outcomes = call(state, batch, run.rates, run.votes[asked])
         progress.read()
@@ -159,13 +162,15 @@ def run_loop(run: Run, state: TrainState, step: int, evaluated: bool) -> tuple[i
     skipped = int(state.skipped)
     progress = Progress(run, skipped, learning_rate=float(run.learning_rates[max(step - 1 - skipped, 0)]))
 
+    batches = run.batches(step, end_step)  # of all epochs: what is read ahead goes on during an evaluation
+
     def stopped() -> bool:
         return progress.stopping or (run.alone and run.interrupted())
 
     while (step < end_step or not evaluated) and not stopped():
         if evaluated:
             epoch_end = (step // per_epoch + 1) * per_epoch
-            state, step = _train(run, state, progress, step, epoch_end)
+            state, step = _train(run, state, progress, batches, step, epoch_end)
             evaluated = step < epoch_end
         scores = None
         if not evaluated and not stopped():
