@@ -8,7 +8,7 @@ from trjax.compilation import lower_step
 from trjax.compiled import Buffer, compile_lowered, count_launches, parse_buffers
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
-from trjax.mesh import make_topology_mesh
+from trjax.mesh import REPLICATED, make_mesh, make_topology_mesh, placement
 from trjax.program import make_program
 from trjax.targets import compile_config, find_target
 
@@ -60,6 +60,20 @@ def test_reads_the_step_of_the_devices_here() -> None:
     # Three products for each convolution (the first has no input gradient) and for the classifier, 12 images a device.
     forward = {"stem": 64 * 4 * 27, "shortcut": 16 * 8 * 4, "layer1": 16 * 8 * 36, "layer2": 16 * 8 * 72, "head": 80}
     assert flops == 2 * 12 * (3 * sum(forward.values()) - forward["stem"])
+
+
+def test_what_was_compiled_before_is_compiled_again_to_be_read() -> None:
+    """JAX's cache knows the program, but not where its buffers lie, and for absent devices it cannot load it."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        for mesh in (make_mesh("0-1"), make_topology_mesh(compile_config(find_target("h100")), 1, 2)):
+            double = jax.jit(lambda x: 2 * x, in_shardings=placement(mesh, REPLICATED))
+            lowered = double.lower(jax.ShapeDtypeStruct((64,), np.float32))
+            lowered.compile()  # into the cache
+            assert all(compile_lowered(lowered).buffers for _ in range(2))
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def test_a_group_of_one_kernel_compiles_for_gpus() -> None:
