@@ -64,7 +64,7 @@ def test_reads_the_step_of_the_devices_here() -> None:
 
 def test_what_was_compiled_before_is_compiled_again_to_be_read() -> None:
     """JAX's cache knows the program, but not where its buffers lie, and for absent devices it cannot load it."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    before = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     try:
         for mesh in (make_mesh("0-1"), make_topology_mesh(compile_config(find_target("h100")), 1, 2)):

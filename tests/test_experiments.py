@@ -150,9 +150,16 @@ def check_lr_range(rows: Rows) -> None:
     assert rates[means.index(min(means))] > 0.01
 
 
+def check_input_pipeline(rows: Rows) -> None:
+    found = {row["what"]: float(row["median"]) for row in rows}
+    assert found["packed, max side 400"] > 1.2 * found["files"] > 0  # images/s of a core
+    assert found["second start: index, simulated"] < found["second start: to 256 images"]
+    assert found["second start: index, simulated"] < 2 < 10 * found["first start: walk, scaled"]
+
+
 CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
 CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes, check_scaling_forecast]
-CHECKS += [check_checkpoint_cost, check_soak, check_lr_range]
+CHECKS += [check_checkpoint_cost, check_soak, check_lr_range, check_input_pipeline]
 
 
 @pytest.mark.slow

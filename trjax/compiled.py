@@ -108,7 +108,7 @@ def _largest(files: Sequence[Path]) -> Path:
 @contextmanager
 def _without_cache() -> Iterator[None]:
     """Keeps JAX's compilation cache out: what it returns was not dumped, and for absent devices it cannot be read."""
-    enabled = jax.config.jax_enable_compilation_cache
+    enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     reset_cache()  # JAX asks only once whether there is one
     try:

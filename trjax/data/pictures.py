@@ -78,7 +78,7 @@ class PictureSource:
                 pixels[:] = read_for_evaluation(data, self.size)
             else:
                 random = example_random(self.seed, epoch, index)
-                pixels[:] = read_for_training(data, self.size, random, self.least_area)
+                read_for_training(data, self.size, random, self.least_area, pixels)
         except (BadImageError, OSError) as error:
             name = self.pictures.name(index)
             if self.stops:
