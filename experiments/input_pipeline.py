@@ -253,7 +253,7 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots()
     shown = [row for row in rows if row["cores busy"] != "-"]
-    colors = ["#7f7f7f" if row["what"] == PEER else "#9ecae1" if "2" in row["against"] else "#08519c" for row in shown]
+    colors = [{PEER: "#7f7f7f", FILES: "#08519c", PACKED: "#08519c"}.get(row["what"], "#9ecae1") for row in shown]
     spread = [[row["median"] - row["least"] for row in shown], [row["most"] - row["median"] for row in shown]]
     axes.barh([row["what"] for row in shown], [row["median"] for row in shown], 0.6, xerr=spread, color=colors)
     for at, row in enumerate(shown):

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import soak
 
 
+@pytest.mark.slow
 def test_killed_runs_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
     options = soak.Options(seed=1)
     whole, loop_seconds = soak.undisturbed(tmp_path, 1)

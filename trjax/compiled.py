@@ -2,17 +2,14 @@
 
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
-
 from trjax.hlo import parse_module
 from trjax.operations import Operation, list_operations
+from trjax.options import without_cache
 
 _ALLOCATION = re.compile(r"allocation (\d+):")
 _VALUE = re.compile(r"\s*value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\)")
@@ -105,26 +102,13 @@ def _largest(files: Sequence[Path]) -> Path:
     return max(files, key=lambda path: path.stat().st_size)
 
 
-@contextmanager
-def _without_cache() -> Iterator[None]:
-    """Keeps JAX's compilation cache out: what it returns was not dumped, and for absent devices it cannot be read."""
-    enabled = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()  # JAX asks only once whether there is one
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        reset_cache()
-
-
 def compile_lowered(lowered: Any) -> Compiled:
     """Compiles a lowered step with the options that it was jitted with, and reads what came out.
 
     Args:
         lowered: from `jax.jit(...).lower(...)`, `compilation.lower_step` for trjax's own.
     """
-    with tempfile.TemporaryDirectory() as folder, _without_cache():
+    with tempfile.TemporaryDirectory() as folder, without_cache():
         compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         files = [path for path in Path(folder).iterdir() if path.suffix == ".txt"]
         assignment = [path for path in files if path.name.endswith("buffer-assignment.txt")]

@@ -1,11 +1,14 @@
 """Compile options by platform: one place, probed once, the same for `trjax.train` and `trjax.explain`."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from trjax.config import Config
@@ -71,6 +74,19 @@ def nccl_settings(config: Config) -> tuple[str, ...]:
     return (*(_DETERMINISTIC_NCCL if config.deterministic else ()), *config.nccl)
 
 
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Keeps JAX's compilation cache out: what it returns was not dumped, and for absent devices it cannot be read."""
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX asks only once whether there is one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        reset_cache()
+
+
 @cache
 def probe_options(
     mesh: Mesh, deterministic: bool = False, wanted: tuple[tuple[str, bool | int | str], ...] = ()
@@ -94,7 +110,8 @@ def probe_options(
     nothing = jax.jit(lambda x: x, in_shardings=placement(mesh, REPLICATED)).lower(jax.ShapeDtypeStruct((), "float32"))
     while True:
         try:
-            nothing.compile(accepted)
+            with without_cache():
+                nothing.compile(accepted)
         except jax.errors.JaxRuntimeError as error:
             unknown = re.search(r"(?:No such compile option: '|setting option )(\w+)", str(error))
             if unknown is None or unknown.group(1) not in accepted:

@@ -52,7 +52,8 @@ class Files:
         Raises:
             OSError: it cannot be read.
         """
-        return Encoded((self.root / self.name(index)).read_bytes(), int(self.labels[index]))
+        with open(f"{self.root}{os.sep}{self.name(index)}", "rb", buffering=0) as file:
+            return Encoded(file.readall(), int(self.labels[index]))
 
 
 def _walk(folder: str, above: frozenset[str], seen: dict[str, int]) -> Iterator[str]:

@@ -19,6 +19,7 @@ LEAST_RATIO, MOST_RATIO = 3 / 4, 4 / 3
 """Width by height of a random crop. Source: Szegedy et al., "Going deeper with convolutions", 2015."""
 CENTRE = 0.875
 """Share of the shorter side that an evaluation sees: 224 of 256. Source: Krizhevsky et al., 2012."""
+_LEAST_LOG, _MOST_LOG = math.log(LEAST_RATIO), math.log(MOST_RATIO)
 _TRIES = 10
 _BLURRED = 1.5  # shrunk by more than this, a picture is blurred before it is sampled
 _DEEP = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
@@ -118,11 +119,11 @@ def draw_box(random: np.random.Generator, height: int, width: int, least_area: f
     """
     for _ in range(_TRIES):
         area = height * width * random.uniform(least_area, 1)
-        ratio = math.exp(random.uniform(math.log(LEAST_RATIO), math.log(MOST_RATIO)))
+        ratio = math.exp(random.uniform(_LEAST_LOG, _MOST_LOG))
         own_width, own_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < own_width <= width and 0 < own_height <= height:
-            top, left = random.integers(0, (height - own_height + 1, width - own_width + 1))
-            return int(top), int(left), own_height, own_width
+            top = int(random.integers(height - own_height + 1))  # each by itself: an array of two takes longer
+            return top, int(random.integers(width - own_width + 1)), own_height, own_width
     own_width = max(1, min(width, round(height * MOST_RATIO)))
     own_height = max(1, min(height, round(width / LEAST_RATIO)))
     return (height - own_height) // 2, (width - own_width) // 2, own_height, own_width
@@ -133,7 +134,8 @@ def example_random(seed: int, epoch: int, index: int) -> np.random.Generator:
 
     Source: Philox 4x64, Salmon et al., 2011. The order of an epoch has the same key and begins at another counter.
     """
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, index + 1]))
+    counter = np.array([0, 0, 0, index + 1], np.uint64)
+    return np.random.Generator(np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=counter))
 
 
 def read_for_training(
