@@ -69,17 +69,17 @@ def summarise(trace: Trace, num_steps: int) -> Found:
         gaps += [end - start for start, end in find_gaps(event.span for event in own)]
         orders.append([event.group for event in own if event.group])
     turns = len(devices) * num_steps
-    sums = {
-        "kernels and copies": sum(not event.group for event in events),
-        "busy ms": (parts.computing + parts.exposed) * turns,
-        "gaps ms": sum(gaps) / 1e6,
-        "AllReduces": sum(map(len, orders)),
-        "exposed AllReduce ms": parts.exposed * turns,
-        "CUDA graph launches": calls[GRAPH_CALLS[0]],
-        "CUDA graph updates": calls[GRAPH_CALLS[1]],
-        "launches in CUDA graphs": sum(event.in_graph for event in events),
+    figures: Figures = {
+        "kernels and copies": sum(not event.group for event in events) / turns,
+        "busy ms": parts.computing + parts.exposed,
+        "gaps ms": sum(gaps) / 1e6 / turns,
+        "AllReduces": sum(map(len, orders)) / turns,
+        "exposed AllReduce ms": parts.exposed,
+        "CUDA graph launches": calls[GRAPH_CALLS[0]] / turns,
+        "CUDA graph updates": calls[GRAPH_CALLS[1]] / turns,
+        "launches in CUDA graphs": sum(event.in_graph for event in events) / turns,
     }
-    return {what: value / turns for what, value in sums.items()}, [gap / 1e3 for gap in gaps], orders
+    return figures, [gap / 1e3 for gap in gaps], orders
 
 
 def make_config(options: Options, num_devices: int) -> Config:

@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import cv2
 import numpy as np
 import simplejpeg
 from matplotlib.figure import Figure
@@ -28,10 +27,12 @@ from report import announce, main, progress, save_axes, write_rows
 
 from trjax.data.batches import epoch_order
 from trjax.data.folders import Files, _cache_path, _write_cache, find_files, index_folder
-from trjax.data.pictures import Encoded, Pictures, PictureSource
+from trjax.data.pack import How, pack_split
+from trjax.data.pictures import Pictures, PictureSource
+from trjax.data.shards import open_shards
 
 HEIGHT, WIDTH, QUALITY, SUBSAMPLING = 375, 500, 90, "420"  # as most of ImageNet's files; about 100 kB each
-PACKED_SIDE, SIZE = 400, (224, 224)
+PACKED_SIDE, SHARD_MB, SIZE = 400, 2.0, (224, 224)
 PORTION = 64  # pictures that one way reads before another has its turn: the speed of a shared machine changes
 READ_BATCH = 2  # examples that a worker reads at a time: few, so that two workers end a portion together
 FIRST_BATCH = 256
@@ -115,38 +116,6 @@ def make_images(folder: Path, count: int) -> Files:
         data = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), QUALITY, colorsubsampling=SUBSAMPLING)
         (folder / "class" / f"{index:04}.JPEG").write_bytes(data)
     return index_folder(folder)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Pictures in memory, of one class."""
-
-    data: tuple[bytes, ...]
-    classes: tuple[str, ...] = ("class",)
-
-    def __len__(self) -> int:
-        """Returns the number of pictures."""
-        return len(self.data)
-
-    def name(self, index: int) -> str:
-        """Returns a number."""
-        return str(index)
-
-    def read(self, index: int) -> Encoded:
-        """Returns a picture."""
-        return Encoded(self.data[index], 0)
-
-
-def pack(files: Files) -> Pictures:
-    """Returns the same pictures, shrunk and encoded anew: in memory, where `trjax.data.shards` is to take its place."""
-    packed = []
-    for index in range(len(files)):
-        pixels = simplejpeg.decode_jpeg(files.read(index).data)
-        scale = PACKED_SIDE / max(pixels.shape)
-        shape = round(pixels.shape[1] * scale), round(pixels.shape[0] * scale)
-        small = cv2.resize(pixels, shape, interpolation=cv2.INTER_AREA)
-        packed.append(simplejpeg.encode_jpeg(small, QUALITY, colorsubsampling=SUBSAMPLING))
-    return Memory(tuple(packed))
 
 
 def read_all(pictures: Pictures, pool: Executor, indices: Sequence[int], epoch: int) -> tuple[float, float]:
@@ -286,7 +255,8 @@ def run(options: Options) -> None:
         scratch, peer = Path(folder).resolve(), started if said else None
         os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
         files = make_images(scratch / "images", options.images)
-        packed = pack(files)
+        pack_split(files, scratch / "packed", How(PACKED_SIDE, QUALITY, SHARD_MB, 2))
+        packed = open_shards(scratch / "packed")
         sizes = [np.mean([len(kind.read(index).data) for index in range(len(kind))]) / 1e3 for kind in (files, packed)]
         times = time_all(peer, files, packed, options.repeats)
         rows = make_rows(times, time_starts(peer, scratch, files, min(options.repeats, 5)))

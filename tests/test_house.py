@@ -93,7 +93,6 @@ def test_only_the_top_floor_and_the_records_print() -> None:
         "launch",
         "commands",
         "records",
-        "preview",
         "data",
     }
 

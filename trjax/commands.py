@@ -9,8 +9,19 @@ import tyro
 Options = TypeVar("Options")
 
 
+def tell(do: Callable[[], str]) -> int:
+    """Prints what a command has to say, or a mistake (ValueError, OSError) as one line; returns 0, or 2."""
+    try:
+        said = do()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(said)
+    return 0
+
+
 def run_command(prog: str, options: type[Options], do: Callable[[Options], str], arguments: Sequence[str]) -> int:
-    """Prints what a command has to say, or a mistake (ValueError, OSError) as one line; returns 0, or 2.
+    """Reads a command's options, and tells what it has to say, see `tell`.
 
     Args:
         prog: what it is called.
@@ -19,10 +30,4 @@ def run_command(prog: str, options: type[Options], do: Callable[[Options], str],
         arguments: the command line.
     """
     given = tyro.cli(options, prog=prog, args=list(arguments))
-    try:
-        said = do(given)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(said)
-    return 0
+    return tell(lambda: do(given))

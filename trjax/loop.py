@@ -60,7 +60,7 @@ def _in_calls(
         with annotate_input():
             placed = run.program.place_train(*islice(batches, count))
         progress.meter.input_seconds += time.perf_counter() - began
-        run.tell_problems(run.train_source)
+        progress.tell_problems(run.train_source)
         yield count, placed
         step += count
 
@@ -101,7 +101,7 @@ def _train(
     return state, step
 
 
-def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> tuple[float, float] | None:
+def _evaluate(run: Run, state: TrainState, progress: Progress, step: int) -> tuple[float, float] | None:
     """Evaluates every test example once, also with the running means, if any; writes the records.
 
     Returns:
@@ -120,8 +120,8 @@ def _evaluate(run: Run, state: TrainState, step: int, learning_rate: float) -> t
             return None
         meters[split].add(scores)
         meters[split].stop()
-    run.tell_problems(run.test_source)
-    records = {split: run.record(split, meter, step, learning_rate) for split, meter in meters.items()}
+    progress.tell_problems(run.test_source)
+    records = {split: run.record(split, meter, step, progress.learning_rate) for split, meter in meters.items()}
     kind, name = run.config.best_by.split("/")
     value = next(float(getattr(record, name)) for split, record in records.items() if split == kind)
     score = -value if name == "loss" else value
@@ -174,7 +174,7 @@ def run_loop(run: Run, state: TrainState, step: int, evaluated: bool) -> tuple[i
             evaluated = step < epoch_end
         scores = None
         if not evaluated and not stopped():
-            scores = _evaluate(run, state, step, progress.learning_rate)
+            scores = _evaluate(run, state, progress, step)
             evaluated = scores is not None
         whole = _save(run, state, step, scores or (None, None))
     jax.block_until_ready(whole)

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw
 
+from trjax.commands import tell
 from trjax.config import Config
-from trjax.data.batches import Batch, epoch_order
+from trjax.data.batches import epoch_order, read_batch
 from trjax.data.names import class_names
 from trjax.data.sources import describe, load
 from trjax.mesh import start_platform
@@ -62,14 +63,8 @@ def read_inputs(config: Config, count: int, epoch: int) -> Shown:
     """
     spec = describe(config.data)
     order = epoch_order(config.seed, epoch, count_examples(config, spec))[: count + count % 2]
-    images, labels = load(config.data, config.seed)[0].read(order, epoch)
-    fill = [(0, len(order) % 2)]  # images are mixed in pairs, those of a batch with an even number
-    block = Batch(
-        np.pad(images, fill + [(0, 0)] * 3),
-        np.pad(np.maximum(labels, 0), fill),
-        np.pad((labels >= 0).astype(np.float32), fill),
-        np.pad(order.astype(np.int32), fill),
-    )
+    rows = np.arange(len(order) + len(order) % 2)  # images are mixed in pairs, those of a batch with an even number
+    block = read_batch(load(config.data, config.seed)[0], order, rows, epoch)
     inputs = jax.jit(make_prepare(config, config.data.size_at(epoch)))(block, np.int32(epoch))
     targets = jax.nn.one_hot(block.labels, spec.num_classes) if inputs.targets is None else inputs.targets
     pixels = np.asarray(inputs.images) * np.array(spec.std, np.float32) + np.array(spec.mean, np.float32)
@@ -148,12 +143,7 @@ def preview(arguments: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0, or 2 for a mistake."""
-    try:
-        print(preview(arguments))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return tell(lambda: preview(arguments))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a run needs, and where it is: what the loop hands from step to step."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,11 +63,6 @@ class Run:
         return place(self.program.mesh, REPLICATED, self.learning_rates)
 
     @cached_property
-    def told(self) -> set[str]:
-        """Names of the examples that could not be read."""
-        return set()
-
-    @cached_property
     def votes(self) -> dict[bool, jax.Array]:
         """What this process answers to: stop? On the devices."""
         return {asked: self.program.votes(asked) for asked in (False, True)}
@@ -91,13 +87,6 @@ class Run:
         self.display.record(record)
         return record
 
-    def tell_problems(self, source: Source) -> None:
-        """Names the examples that could not be read and were not named before."""
-        for name, reason in list(source.problems.items()):
-            if name not in self.told:
-                self.told.add(name)
-                self.display.say(f"warning: {name} is left out, {len(self.told)} so far: {reason}")
-
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """Yields this process's part of the batches of these steps."""
         config = self.config
@@ -121,6 +110,7 @@ class Progress:
         gave_up: the first and the last of too many bad steps in a row.
         unread: the first of some steps, and their results on the devices, shape (steps, 6).
         meter: of the steps that are in no record yet.
+        told: how many examples of each source were named that could not be read.
     """
 
     run: Run
@@ -132,6 +122,7 @@ class Progress:
     gave_up: tuple[int, int] | None = None
     unread: tuple[int, jax.Array] | None = None
     meter: Meter = field(default_factory=Meter)
+    told: Counter[int] = field(default_factory=Counter)
 
     def read(self) -> None:
         """Waits for the results that are not read yet, if there are any, and takes them in."""
@@ -162,6 +153,14 @@ class Progress:
         """Returns whether one of `count` more steps may follow the one that is one bad step too many."""
         unread = 0 if self.unread is None else self.unread[1].size // (NUM_RESULTS + 1)
         return self.bad_in_row + unread + count - 1 >= self.run.config.max_bad_steps > 0
+
+    def tell_problems(self, source: Source) -> None:
+        """Names the examples that could not be read and were not named before."""
+        if len(source.problems) == self.told[id(source)]:
+            return
+        for name, reason in list(source.problems.items())[self.told[id(source)] :]:
+            self.told[id(source)] += 1
+            self.run.display.say(f"warning: {name} is left out, {self.told.total()} so far: {reason}")
 
     def write(self) -> None:
         """Writes the record of what was read since the last one, if anything was."""

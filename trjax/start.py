@@ -27,6 +27,9 @@ from trjax.sizes import count_examples
 from trjax.state import TrainState
 from trjax.workdir import flat_options, lock_workdir, open_workdir, write_config
 
+Weights = dict[str, np.ndarray]
+"""Of a file, by their names."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -101,13 +104,24 @@ def _open_checkpoints(config: Config, workdir: Path, steps_per_epoch: int, warn:
     return checkpoints
 
 
-def _initial_state(program: Program, init_from: str, warn: Callable[[str], None]) -> TrainState:
+def _read_weights(config: Config) -> Weights | None:
+    """Returns the weights that a run begins with; none if it goes on, or begins without.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    goes_on = config.workdir and any(Path(config.workdir, "checkpoints").glob("*.safetensors"))
+    return read_weights(Path(config.init_from)) if config.init_from and not goes_on else None
+
+
+def _initial_state(
+    program: Program, init_from: str, weights: Weights | None, warn: Callable[[str], None]
+) -> TrainState:
     """Returns the state of a run that begins, arrays of the host: fresh, or with weights of a file."""
     whole = program.forms.unload(program.forms.init())
     state: TrainState = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), whole)
-    if not init_from:
+    if weights is None:
         return state
-    weights = read_weights(Path(init_from))
     try:
         params, batch_stats, stayed = from_torch(weights, state.params, state.batch_stats)
     except ValueError as error:
@@ -119,7 +133,11 @@ def _initial_state(program: Program, init_from: str, warn: Callable[[str], None]
 
 
 def _first_state(
-    program: Program, checkpoints: Checkpoints | None, init_from: str, warn: Callable[[str], None]
+    program: Program,
+    checkpoints: Checkpoints | None,
+    init_from: str,
+    weights: Weights | None,
+    warn: Callable[[str], None],
 ) -> tuple[TrainState, int, bool]:
     """Returns the state to go on from, its step, and whether it has been evaluated; process 0 sends it to all.
 
@@ -132,10 +150,10 @@ def _first_state(
     due = last is not None and last.test_top1 is None and last.position["batch"] == 0
     step, evaluated = json.loads(exchange("step", json.dumps([last.step if last else -1, not due]))[0])
     data = checkpoints.read(step) if checkpoints and last else b""
-    if step < 0 and jax.process_count() == 1 and not init_from:
+    if step < 0 and jax.process_count() == 1 and weights is None:
         return forms.init(), 0, True
     if step < 0:
-        state = _initial_state(program, init_from if checkpoints else "", warn)  # process 0 alone reads the file
+        state = _initial_state(program, init_from, weights, warn)  # process 0 alone has them
         data = encode(state, About(0, {}, {}, None))
     where = f"the checkpoint in {checkpoints.folder}" if checkpoints else "the state of process 0"
     return forms.load(decode(broadcast(data), forms.saved_shape, where)), max(step, 0), evaluated
@@ -168,10 +186,9 @@ def start_run(
     require_same("plan", {"the plan": plan, "training and test examples": sizes, "devices": jax.local_device_count()})
     if process_index():
         workdir = Path(exchange("workdir", "")[0])
-        yield Start(workdir, program, train_source, test_source, None, *_first_state(program, None, "", warn))
+        yield Start(workdir, program, train_source, test_source, None, *_first_state(program, None, "", None, warn))
         return
-    if config.init_from and not (config.workdir and Path(config.workdir, "config.toml").exists()):
-        read_weights(Path(config.init_from))  # before there is a folder: what cannot be read leaves none
+    weights = _read_weights(config)  # before there is a folder: what cannot be read leaves none
     workdir = open_workdir(config)
     with (
         lock_workdir(workdir),
@@ -179,7 +196,7 @@ def start_run(
     ):
         write_config(config, workdir)
         exchange("workdir", str(workdir))
-        state, step, evaluated = _first_state(program, checkpoints, config.init_from, warn)
+        state, step, evaluated = _first_state(program, checkpoints, config.init_from, weights, warn)
         if aside := trim_metrics(workdir / "metrics.jsonl", step):
             warn(f"metrics.jsonl held more than the records of a run; all of it is kept as {aside}")
         yield Start(workdir, program, train_source, test_source, checkpoints, state, step, evaluated)

@@ -1,6 +1,5 @@
 """`python -m trjax.data COMMAND`: folders of pictures packed, checked and described; CIFAR downloaded."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,11 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from trjax.commands import run_command
 from trjax.data.download import download
 from trjax.data.pack import How, Report, pack
+from trjax.data.pictures import count_cores
 from trjax.data.shards import Index, printable
 from trjax.data.survey import describe_folder, verify
 
 _LINE_SECONDS = 60.0  # between two lines on what is done, where there is no terminal for a bar
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_CORES = count_cores()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Examples in one file of arrays, as `numpy.savez` writes it."""
 
+from functools import lru_cache
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -29,12 +30,17 @@ def _check(root: str, split: str, images: np.ndarray, labels: np.ndarray) -> Spl
     return images, labels.astype(np.int32)
 
 
-def load_npz(root: str) -> tuple[Split, Split]:
-    """Returns the training and the test split of a file.
+def _stamp(root: str) -> tuple[int, ...]:
+    """Returns what changes with a file."""
+    try:
+        found = Path(root).stat()
+    except OSError as error:
+        raise ValueError(f"data.root={root} is no file of arrays: {error}") from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
-    Raises:
-        ValueError: it is missing or damaged, or its arrays are not what they should be.
-    """
+
+@lru_cache(maxsize=1)
+def _load(root: str, stamp: tuple[int, ...]) -> tuple[Split, Split]:
     splits = []
     try:
         with Path(root).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -50,15 +56,29 @@ def load_npz(root: str) -> tuple[Split, Split]:
     return train, test
 
 
+def load_npz(root: str) -> tuple[Split, Split]:
+    """Returns the training and the test split of a file, which is read anew only if it has changed.
+
+    Raises:
+        ValueError: it is missing or damaged, or its arrays are not what they should be.
+    """
+    return _load(root, _stamp(root))
+
+
+@lru_cache(maxsize=1)
+def _describe(root: str, stamp: tuple[int, ...]) -> DataSpec:
+    train, test = _load(root, stamp)
+    pixels = train[0].reshape(-1, train[0].shape[-1]) / 255
+    num_classes = int(max(train[1].max(), test[1].max())) + 1
+    height, width, channels = train[0].shape[1:]
+    mean, std = (tuple(float(f"{value:.4g}") for value in of(pixels, axis=0)) for of in (np.mean, np.std))
+    return DataSpec((height, width, channels), num_classes, len(train[1]), len(test[1]), mean, std)
+
+
 def describe_npz(data: DataConfig) -> DataSpec:
     """Returns the shapes and sizes of a file, and what its training pixels are like.
 
     Raises:
         ValueError: see `load_npz`.
     """
-    train, test = load_npz(data.root)
-    pixels = train[0].reshape(-1, train[0].shape[-1]) / 255
-    num_classes = int(max(train[1].max(), test[1].max())) + 1
-    height, width, channels = train[0].shape[1:]
-    mean, std = (tuple(float(f"{value:.4g}") for value in of(pixels, axis=0)) for of in (np.mean, np.std))
-    return DataSpec((height, width, channels), num_classes, len(train[1]), len(test[1]), mean, std)
+    return _describe(data.root, _stamp(data.root))

@@ -35,9 +35,7 @@ def epoch_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_examples)
 
 
-@lru_cache(maxsize=2)
-def _keep_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
-    return epoch_order(seed, epoch, num_examples)
+_keep_order = lru_cache(maxsize=2)(epoch_order)
 
 
 def count_batches(num_examples: int, global_batch: int, last_batch: Literal["pad", "drop"] = "pad") -> int:
@@ -59,10 +57,16 @@ def count_batches(num_examples: int, global_batch: int, last_batch: Literal["pad
     return num_examples // global_batch
 
 
-def _read_batch(source: Source, indices: np.ndarray, rows: np.ndarray, epoch: int | None) -> Batch:
+def read_batch(source: Source, indices: np.ndarray, rows: np.ndarray, epoch: int | None) -> Batch:
     """Returns those rows of a batch, in order; the batch is padded where there are fewer examples.
 
     An example with a negative label could not be read: like padding, it counts for nothing.
+
+    Args:
+        source: of the examples.
+        indices: of the batch's.
+        rows: positions in the batch of those that are read.
+        epoch: of the training that they are for; None: for an evaluation.
     """
     indices = indices[rows[rows < len(indices)]]
     images, labels = source.read(indices, epoch)
@@ -113,7 +117,7 @@ def train_batches(
     def read(ahead: int) -> Batch:
         epoch, position = divmod(start_step + ahead, per_epoch)
         indices = _keep_order(seed, epoch, len(source))[position * global_batch : (position + 1) * global_batch]
-        return _read_batch(source, indices, rows, epoch)
+        return read_batch(source, indices, rows, epoch)
 
     yield from _read_ahead(end_step - start_step, read, source.workers)
 
@@ -124,6 +128,6 @@ def eval_batches(source: Source, global_batch: int, rows: np.ndarray | None = No
 
     def read(ahead: int) -> Batch:
         indices = np.arange(ahead * global_batch, min((ahead + 1) * global_batch, len(source)))
-        return _read_batch(source, indices, rows, None)
+        return read_batch(source, indices, rows, None)
 
     yield from _read_ahead(-(-len(source) // global_batch), read, source.workers)

@@ -84,6 +84,22 @@ def _decode_jpeg(data: bytes, height: int, width: int, share: float, fast: bool)
         raise BadImageError(f"it is damaged: {error}") from error
 
 
+def plain_size(data: bytes) -> tuple[int, int] | None:
+    """Returns the height and width of a JPEG that needs no Pillow: upright, grey or of three colours; None of others.
+
+    Raises:
+        BadImageError: its header is damaged, or it claims to be huge.
+    """
+    if not simplejpeg.is_jpeg(data) or b"Exif\0\0" in data[:4096]:  # that may turn it
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError as error:
+        raise BadImageError(f"it is damaged: {error}") from error
+    _check_size(height, width)
+    return None if colours in ("CMYK", "YCCK") else (height, width)
+
+
 def open_picture(data: bytes) -> tuple[int, int, Callable[[float, bool], np.ndarray]]:
     """Returns a picture's height and width, and what decodes it to uint8, shape (height, width, 3).
 
@@ -100,14 +116,8 @@ def open_picture(data: bytes) -> tuple[int, int, Callable[[float, bool], np.ndar
     """
     if not data:
         raise BadImageError("it is empty")
-    if simplejpeg.is_jpeg(data) and b"Exif\0\0" not in data[:4096]:  # that may turn it
-        try:
-            height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        except ValueError as error:
-            raise BadImageError(f"it is damaged: {error}") from error
-        _check_size(height, width)
-        if colours not in ("CMYK", "YCCK"):
-            return height, width, partial(_decode_jpeg, data, height, width)
+    if size := plain_size(data):
+        return *size, partial(_decode_jpeg, data, *size)
     pixels = _decode_any(data)
     return *pixels.shape[:2], lambda share, fast: pixels
 

@@ -25,7 +25,7 @@ import simplejpeg
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from trjax.data.folders import Files, index_folder
-from trjax.data.images import BadImageError, open_picture
+from trjax.data.images import BadImageError, open_picture, plain_size
 from trjax.data.shards import (
     INDEX,
     UNFINISHED,
@@ -42,9 +42,8 @@ from trjax.data.shards import (
     shard_name,
     write_json,
 )
+from trjax.data.splits import SPLITS, find_splits
 
-SPLITS = ("train", "val", "test", "validation")
-"""Folders that are packed, as far as they are there."""
 _SAMPLE = 64  # pictures that tell one source from another, and how large a picture gets
 _AT_A_TIME = 1024  # pictures that wait to be written, at most
 _LIMITS = {"max_side": (1, 32768), "quality": (1, 100), "shard_mb": (1e-6, 1e6), "workers": (1, 1024)}
@@ -85,13 +84,6 @@ def in_order(do: Callable[[int], T], indices: Sequence[int], workers: int) -> Ge
             yield from pool.map(do, indices[start : start + _AT_A_TIME])
 
 
-def _is_plain(data: bytes) -> bool:
-    """Returns whether a file is a JPEG that `open_picture` does not hand to Pillow."""
-    if not simplejpeg.is_jpeg(data) or b"Exif\0\0" in data[:4096]:
-        return False
-    return simplejpeg.decode_jpeg_header(data)[2] not in ("CMYK", "YCCK")
-
-
 def shrink(data: bytes, max_side: int, quality: int) -> bytes:
     """Returns a picture as a JPEG file whose longer side is at most `max_side`; unchanged if it is one already.
 
@@ -104,7 +96,7 @@ def shrink(data: bytes, max_side: int, quality: int) -> bytes:
     if share < 1:
         size = max(1, round(width * share)), max(1, round(height * share))
         pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
-    elif _is_plain(data):
+    elif plain_size(data):
         return data
     return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality, colorsubsampling="420")
 
@@ -271,11 +263,6 @@ def pack_split(files: Files, folder: Path, how: How, report: Report = lambda *_:
             name = shard_name(number, about.num_shards)
             shards.append(finished.get(name) or _write_shard(files, folder, how, name, range(start, end), report))
         return _end(files, folder, about, shards)
-
-
-def find_splits(folder: Path) -> dict[str, Path]:
-    """Returns the folders of the splits in a folder, by name; none if it is not made of splits."""
-    return {name: folder / name for name in SPLITS if (folder / name).is_dir()}
 
 
 def pack(source: Path, target: Path, how: How, report: Report = lambda *_: None) -> dict[str, Index]:

@@ -1,5 +1,6 @@
 """A source of examples that are pictures in files: read and decoded when they are asked for."""
 
+import os
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -9,6 +10,11 @@ from trjax.data.images import BadImageError, example_random, read_for_evaluation
 
 UNREADABLE = -1
 """Label of an example that could not be read: it counts for nothing, as padding does."""
+
+
+def count_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Encoded(NamedTuple):

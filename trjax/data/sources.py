@@ -1,7 +1,6 @@
 """Sources of examples, all behind one interface: a length, and `read` by index."""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,7 @@ import numpy as np
 
 from trjax.data.arrays import describe_npz, load_npz
 from trjax.data.cifar import load_cifar
-from trjax.data.pictures import PictureSource
+from trjax.data.pictures import PictureSource, count_cores
 from trjax.data.spec import DataSpec
 from trjax.data.splits import open_splits
 from trjax.memory import require_memory
@@ -103,9 +102,14 @@ _DIGITS = DataSpec((8, 8, 1), 10, 1_437, 360, (0.3053,), (0.3760,))
 _IMAGENET_CLASSES, _IMAGENET_EXAMPLES = 1000, (1_281_167, 50_000)
 
 
+def _picture_size(data: DataConfig) -> tuple[int, int]:
+    """Returns the height and width that pictures come to."""
+    height, width, _ = data.image_shape or (224, 224, 3)
+    return height, width
+
+
 def _describe_pictures(data: DataConfig) -> DataSpec:
     """Returns the shapes and sizes of pictures; without a root, those of ImageNet's 2012 challenge."""
-    height, width, _ = data.image_shape or (224, 224, 3)
     sizes = (data.num_classes, data.train_examples, data.test_examples)
     if not data.num_classes:
         if data.root or data.source == "images":
@@ -113,15 +117,14 @@ def _describe_pictures(data: DataConfig) -> DataSpec:
             sizes = (len(train.classes), len(train), len(test))
         else:
             sizes = (_IMAGENET_CLASSES, *_IMAGENET_EXAMPLES)
-    return DataSpec((height, width, 3), *sizes, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    return DataSpec((*_picture_size(data), 3), *sizes, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def _load_pictures(data: DataConfig, seed: int) -> tuple[Source, Source]:
     train, test = open_splits(data.root)
-    height, width, _ = describe(data).image_shape
-    workers = data.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    workers = data.workers or min(_MOST_WORKERS, count_cores())
     make = partial(
-        PictureSource, size=(height, width), seed=seed, least_area=data.least_area, stops=data.on_error == "stop",
+        PictureSource, size=_picture_size(data), seed=seed, least_area=data.least_area, stops=data.on_error == "stop",
         workers=workers,
     )  # fmt: skip
     return make(train), make(test)

@@ -8,6 +8,13 @@ from trjax.data.shards import INDEX, UNFINISHED, open_shards
 
 NAMES = (("train",), ("val", "test", "validation"))
 """What the folders of the training and of the test split may be called."""
+SPLITS = tuple(name for names in NAMES for name in names)
+"""All of them."""
+
+
+def find_splits(folder: Path) -> dict[str, Path]:
+    """Returns the folders of the splits in a folder, by name; none if it is not made of splits."""
+    return {name: folder / name for name in SPLITS if (folder / name).is_dir()}
 
 
 def find_split(root: Path, names: tuple[str, ...]) -> Path:
@@ -23,6 +30,11 @@ def find_split(root: Path, names: tuple[str, ...]) -> Path:
     return found
 
 
+def is_packed(folder: Path) -> bool:
+    """Returns whether a folder is a packed split, complete or not."""
+    return (folder / INDEX).exists() or (folder / UNFINISHED).exists() or any(folder.glob("*.array_record"))
+
+
 def open_split(folder: Path) -> Pictures:
     """Returns the pictures of a split.
 
@@ -30,8 +42,7 @@ def open_split(folder: Path) -> Pictures:
         ValueError: there are none, or what is packed is damaged.
     """
     try:
-        packed = (folder / INDEX).exists() or (folder / UNFINISHED).exists()
-        return open_shards(folder) if packed else index_folder(folder)
+        return open_shards(folder) if is_packed(folder) else index_folder(folder)
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error}") from error
 

@@ -10,11 +10,12 @@ from typing import Any
 import cv2
 import numpy as np
 
-from trjax.data.folders import index_folder
+from trjax.data.folders import Files, index_folder
 from trjax.data.images import BadImageError, open_picture
-from trjax.data.pack import Report, find_splits, in_order
+from trjax.data.pack import Report, in_order
 from trjax.data.pictures import Pictures
-from trjax.data.shards import INDEX, UNFINISHED, Shard, Shards, find_fault, open_shards, printable, read_index
+from trjax.data.shards import Shard, Shards, find_fault, printable, read_index
+from trjax.data.splits import find_splits, is_packed, open_split
 from trjax.records import format_table
 
 
@@ -53,15 +54,11 @@ class Survey:
     damaged: tuple[Damage, ...]
 
 
-def _is_packed(folder: Path) -> bool:
-    return (folder / INDEX).exists() or (folder / UNFINISHED).exists() or any(folder.glob("*.array_record"))
-
-
 def _splits(folder: Path) -> dict[str, Path]:
     """Returns the folders of the splits; the folder itself, if it is one."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
-    return {folder.name: folder} if _is_packed(folder) else find_splits(folder) or {folder.name: folder}
+    return {folder.name: folder} if is_packed(folder) else find_splits(folder) or {folder.name: folder}
 
 
 def _decode(data: bytes) -> np.ndarray:
@@ -106,10 +103,6 @@ def _check_shard(folder: Path, shard: Shard) -> str:
     return "its bytes have changed since it was packed (SHA-256)" if changed else ""
 
 
-def _open(folder: Path) -> Pictures:
-    return open_shards(folder) if _is_packed(folder) else index_folder(folder)
-
-
 def verify_split(folder: Path, workers: int, report: Report = lambda *_: None) -> Verified:
     """Reads all pictures of a split, and returns what is damaged.
 
@@ -120,7 +113,7 @@ def verify_split(folder: Path, workers: int, report: Report = lambda *_: None) -
     pictures: Pictures
     shards: tuple[Shard, ...] = ()
     faults = {}
-    if _is_packed(folder):
+    if is_packed(folder):
         index = read_index(folder)
         shards = index.shards
         faults = {shard: fault for shard in shards if (fault := _check_shard(folder, shard))}
@@ -151,7 +144,7 @@ def verify(folder: Path, workers: int, report: Report = lambda *_: None) -> tupl
     for name, path in _splits(folder).items():
         found = verify_split(path, workers, report)
         lines += [f"{name}: {each}" for each in (*found.shards, *found.pictures)]
-        shards = f"{len(found.shards)} shards and " if _is_packed(path) else ""
+        shards = f"{len(found.shards)} shards and " if is_packed(path) else ""
         left_out = f"; {found.left_out:,} were left out when it was packed" if found.left_out else ""
         lines.append(f"{name}: {found.examples:,} pictures; {shards}{len(found.pictures)} pictures damaged{left_out}")
         sound &= not (found.shards or found.pictures)
@@ -197,9 +190,9 @@ def survey(pictures: Pictures, most: int, workers: int, report: Report = lambda 
 
 def _count_classes(folder: Path, pictures: Pictures) -> np.ndarray:
     """Returns the number of pictures of each class."""
-    if _is_packed(folder):
-        return np.array(read_index(folder).class_examples)
-    return np.bincount(index_folder(folder).labels, minlength=len(pictures.classes))
+    if isinstance(pictures, Files):
+        return np.bincount(pictures.labels, minlength=len(pictures.classes))
+    return np.array(read_index(folder).class_examples)
 
 
 def _spread(name: str, values: np.ndarray) -> list[Any]:
@@ -235,7 +228,7 @@ def describe_folder(folder: Path, most: int, workers: int, report: Report = lamb
         raise ValueError(f"most={most}: must be positive")
     parts = []
     for name, path in _splits(folder).items():
-        pictures = _open(path)
+        pictures = open_split(path)
         found = survey(pictures, most, workers, report, name)
         parts.append("\n".join(_format(name, pictures, _count_classes(path, pictures), found)))
     return "\n\n".join(parts)
