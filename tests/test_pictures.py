@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from trjax.config import DataConfig
-from trjax.data import folders, images
+from trjax.data import folders, jpeg
 from trjax.data.batches import epoch_order, eval_batches, train_batches
 from trjax.data.folders import find_files, index_folder
 from trjax.data.images import (
     MOST_RATIO,
-    BadImageError,
     draw_box,
     example_random,
     open_picture,
     read_for_evaluation,
     read_for_training,
 )
+from trjax.data.jpeg import BadImageError, Jpeg, Rows
 from trjax.data.names import class_names
 from trjax.data.pack import How, pack
 from trjax.data.pictures import UNREADABLE
@@ -52,7 +52,7 @@ def encode(pixels: np.ndarray, kind: str = "JPEG", mode: str = "RGB", **options:
 
 
 def decode(data: bytes) -> np.ndarray:
-    return open_picture(data)[2](1.0, False)
+    return open_picture(data).decode()
 
 
 def write_folder(root: Path, per_class: int = 3, classes: tuple[str, ...] = ("ant", "bee")) -> Path:
@@ -131,7 +131,7 @@ def test_what_is_no_whole_picture_is_refused(data: bytes, message: str) -> None:
 
 
 def test_a_picture_that_claims_to_be_huge_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MOST_PIXELS", 599)
+    monkeypatch.setattr(jpeg, "MOST_PIXELS", 599)
     for kind in ("JPEG", "PNG"):
         with pytest.raises(BadImageError, match="it claims 30 x 20 pixels, more than 599"):
             open_picture(encode(scene(20, 30), kind))
@@ -156,21 +156,22 @@ def test_a_crop_is_the_same_at_any_scale_of_decoding(monkeypatch: pytest.MonkeyP
     """A large picture is decoded at a quarter of its size; what comes is what its whole size would have given."""
     data = encode(scene(400, 600))
     seen = []
-    whole = images._decode_jpeg
+    decode_rows = Jpeg.decode_rows
 
-    def spy(*arguments: Any) -> np.ndarray:
-        seen.append(whole(*arguments).shape)
-        return whole(*arguments)
+    def spy(*arguments: Any) -> Rows:
+        rows = decode_rows(*arguments)
+        seen.append(rows.scale)
+        return rows
 
-    monkeypatch.setattr(images, "_decode_jpeg", spy)
+    monkeypatch.setattr(Jpeg, "decode_rows", spy)
     for index in range(20):
         small = read_for_training(data, (32, 32), example_random(0, 0, index), 0.2)
         top, left, height, width = draw_box(example_random(0, 0, index), 400, 600, 0.2)
         box = (left, top, left + width, top + height)
         crop = Image.fromarray(scene(400, 600)).resize((32, 32), Image.Resampling.BOX, box)
         assert np.abs(small.astype(float) - np.asarray(crop)).mean() < 3
-        assert min(height * seen[-1][0] / 400, width * seen[-1][1] / 600) > 31
-    assert {shape[0] for shape in seen} == {50, 100}
+        assert min(height, width) * seen[-1] > 31
+    assert set(seen) == {1 / 8, 1 / 4}
 
 
 def test_an_evaluation_sees_the_middle() -> None:

@@ -68,7 +68,7 @@ def put_many(count: int, classes: int = 2) -> None:
 
 
 def pixels_of(data: bytes) -> np.ndarray:
-    return open_picture(data)[2](1.0, False)
+    return open_picture(data).decode()
 
 
 def packed(how: How = HOW, target: str = "dst") -> Shards:

@@ -12,7 +12,8 @@ import tyro
 from PIL import Image
 
 from trjax.commands import run_command
-from trjax.data.images import BadImageError, open_picture
+from trjax.data.images import open_picture
+from trjax.data.jpeg import BadImageError
 from trjax.data.names import class_names
 from trjax.records import format_table
 from trjax.saved import Which, open_model, predict, top_classes
@@ -45,8 +46,7 @@ def read_image(path: Path, image_shape: tuple[int, int, int]) -> np.ndarray:
     if channels not in (1, 3):
         raise ValueError(f"{path}: the model wants images of {channels} channels, which no picture has")
     try:
-        _, _, decode = open_picture(path.read_bytes())
-        picture = Image.fromarray(decode(1.0, False)).convert("RGB" if channels == 3 else "L")
+        picture = Image.fromarray(open_picture(path.read_bytes()).decode()).convert("RGB" if channels == 3 else "L")
     except BadImageError as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
     scale = max(height / picture.height, width / picture.width)

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 import cv2
 import numpy as np
-import simplejpeg
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from trjax.data.folders import Files, index_folder
-from trjax.data.images import BadImageError, open_picture, plain_size
+from trjax.data.images import open_picture
+from trjax.data.jpeg import BadImageError, Jpeg, encode_jpeg
 from trjax.data.shards import (
     INDEX,
     UNFINISHED,
@@ -90,15 +90,15 @@ def shrink(data: bytes, max_side: int, quality: int) -> bytes:
     Raises:
         BadImageError: see `open_picture`.
     """
-    height, width, decode = open_picture(data)
-    share = max_side / max(height, width)
-    pixels = decode(min(share, 1.0), share >= 1)  # all of it, also where it is only to be seen whether it can be
+    picture = open_picture(data)
+    share = max_side / max(picture.height, picture.width)
+    pixels = picture.decode(share)  # also where it is only to be seen whether it can be
     if share < 1:
-        size = max(1, round(width * share)), max(1, round(height * share))
+        size = max(1, round(picture.width * share)), max(1, round(picture.height * share))
         pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
-    elif plain_size(data):
+    elif isinstance(picture, Jpeg):
         return data
-    return simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality, colorsubsampling="420")
+    return encode_jpeg(pixels, quality)
 
 
 def _describe(files: Files, how: How) -> About:

@@ -6,7 +6,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from trjax.data.images import BadImageError, example_random, read_for_evaluation, read_for_training
+from trjax.data.images import example_random, read_for_evaluation, read_for_training
+from trjax.data.jpeg import BadImageError
 
 UNREADABLE = -1
 """Label of an example that could not be read: it counts for nothing, as padding does."""
@@ -89,7 +90,7 @@ class PictureSource:
             name = self.pictures.name(index)
             if self.stops:
                 raise ValueError(f"{name}: {error}; mend or remove it, or pass --data.on-error skip") from error
-            self.problems[name] = str(error)
+            self.problems[name], pixels[:] = str(error), 0
             return UNREADABLE
         return label
 
@@ -99,6 +100,6 @@ class PictureSource:
         Raises:
             ValueError: one cannot be read, and that is to be an error.
         """
-        images = np.zeros((len(indices), *self.size, 3), np.uint8)
+        images = np.empty((len(indices), *self.size, 3), np.uint8)
         labels = [self._read_one(int(index), epoch, images[at]) for at, index in enumerate(indices)]
         return images, np.array(labels, np.int32)

@@ -11,7 +11,8 @@ import cv2
 import numpy as np
 
 from trjax.data.folders import Files, index_folder
-from trjax.data.images import BadImageError, open_picture
+from trjax.data.images import open_picture
+from trjax.data.jpeg import BadImageError
 from trjax.data.pack import Report, in_order
 from trjax.data.pictures import Pictures
 from trjax.data.shards import Shard, Shards, find_fault, printable, read_index
@@ -61,10 +62,6 @@ def _splits(folder: Path) -> dict[str, Path]:
     return {folder.name: folder} if is_packed(folder) else find_splits(folder) or {folder.name: folder}
 
 
-def _decode(data: bytes) -> np.ndarray:
-    return open_picture(data)[2](1.0, False)
-
-
 @dataclass(frozen=True)
 class Verified:
     """What is wrong with a split.
@@ -88,7 +85,7 @@ def _check(pictures: Pictures, index: int) -> Damage | None:
         data, label = pictures.read(index)
         if not 0 <= label < len(pictures.classes):
             raise BadImageError(f"its label is {label}, of {len(pictures.classes)} classes")
-        _decode(data)
+        open_picture(data).decode()
     except (BadImageError, OSError) as error:
         return Damage(pictures.name(index), str(error))
     return None
@@ -154,7 +151,7 @@ def verify(folder: Path, workers: int, report: Report = lambda *_: None) -> tupl
 def _measure(pictures: Pictures, index: int) -> Damage | tuple[int, int, np.ndarray, np.ndarray]:
     """Returns a picture's height and width, and the mean and the mean square of each channel."""
     try:
-        pixels = _decode(pictures.read(index).data)
+        pixels = open_picture(pictures.read(index).data).decode()
     except (BadImageError, OSError) as error:
         return Damage(pictures.name(index), str(error))
     mean, std = (value[:, 0] / 255 for value in cv2.meanStdDev(pixels))
