@@ -234,7 +234,7 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     axes.plot([], [], color="#d62728", linewidth=2, label="required")
     axes.invert_yaxis()
     axes.set_xlabel("images/s; one worker: of CPU time")
-    axes.margins(x=0.2)
+    axes.margins(x=0.25)
     axes.legend(loc="upper right")
     save_axes(path, figure, axes, title)
 

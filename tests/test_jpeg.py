@@ -20,7 +20,7 @@ def scene() -> np.ndarray:
     """Light, dark and colours, of all sizes."""
     random = np.random.default_rng(0)
     sizes = [cv2.resize(random.normal(0, 40, (side, side, 3)), (WIDTH, HEIGHT)) for side in (3, 10, 30, 100)]
-    return (128 + sum(sizes)).clip(0, 255).astype(np.uint8)
+    return np.sum([np.full_like(sizes[0], 128), *sizes], axis=0).clip(0, 255).astype(np.uint8)
 
 
 def saved(mode: str = "RGB", **options: Any) -> bytes:

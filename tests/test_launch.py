@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 from trjax.launch import free_port, main
@@ -102,6 +103,31 @@ def test_two_processes_compute_what_one_does_also_after_a_stop_on_other_devices(
     assert resumed.wait(200) == 0, Path("log").read_text()
     assert f"resumed at step {step} of {5 * end}" in Path("log").read_text()
     assert sum(record["examples"] for record in lines("stopped") if record["split"] == "train") == 100 * end
+
+
+@pytest.mark.slow
+def test_two_processes_read_the_pictures_that_one_does(environment: dict[str, str]) -> None:
+    """Each reads its own rows of a batch; what one of them cannot read, it says itself."""
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for index in range(20):
+            path = Path("pictures", split, f"c{index % 2}", f"{index:02}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(random.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(path)
+    Path("pictures/train/c1/07.png").write_bytes(b"none")
+    job = [
+        "--data.source", "images", "--data.root", "pictures", "--data.image-shape", "8", "8", "3", "--model.width", "4",
+        "--global-batch", "8", "--epochs", "2", "--platform", "cpu", "--data.workers", "2",
+    ]  # fmt: skip
+    kept = {**environment, "XDG_CACHE_HOME": "cache"}
+    one = start(kept, "trjax.train", *job, "--devices", "0-3", "--workdir", "one")
+    assert one.wait(200) == 0, Path("log").read_text()
+    two = start(kept, "trjax.launch", "--processes", "2", "--", *job, "--devices", "0-1", "--workdir", "two")
+    assert two.wait(200) == 0, Path("log").read_text()
+    assert "warning: c1/07.png is left out" in Path("log").read_text()
+    for left, right in zip(lines("one"), lines("two"), strict=True):
+        assert left["examples"] == right["examples"] == (19 if left["split"] == "train" else 20)
+        assert left["loss"] == pytest.approx(right["loss"], rel=ROUNDING)
 
 
 def test_the_death_of_one_ends_all_and_loses_nothing(environment: dict[str, str]) -> None:

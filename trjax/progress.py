@@ -160,7 +160,7 @@ class Progress:
             return
         for name, reason in list(source.problems.items())[self.told[id(source)] :]:
             self.told[id(source)] += 1
-            self.run.display.say(f"warning: {name} is left out, {self.told.total()} so far: {reason}")
+            self.run.display.warn(f"warning: {name} is left out, {self.told.total()} so far: {reason}")
 
     def write(self) -> None:
         """Writes the record of what was read since the last one, if anything was."""

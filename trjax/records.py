@@ -231,6 +231,13 @@ class Display:
         with suppress(SystemExit):  # rich's answer to a closed pipe; the run goes on without a reader
             self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """Prints a line of what this process alone has seen, also if others are to speak for it."""
+        if self.console.quiet:
+            Console().print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            self.say(text)
+
     def advance(self, step: int, epoch: int, results: np.ndarray, images_per_second: float) -> None:
         """Moves the bar to `step`, with the results of one batch, shape (4,)."""
         loss, top1, _, count = (float(value) for value in results)
@@ -252,7 +259,7 @@ class Display:
 
 @contextmanager
 def open_display(num_epochs: int, steps_per_epoch: int, start_step: int, quiet: bool = False) -> Iterator[Display]:
-    """Shows the progress of a run, from `start_step` on, while the context lasts; `quiet`: nothing at all."""
+    """Shows the progress of a run, from `start_step` on, while the context lasts; `quiet`: only what it warns of."""
     console = Console(quiet=quiet)
     columns = (
         TextColumn("epoch {task.fields[epoch]}/" + str(num_epochs)),

@@ -166,7 +166,7 @@ def train(
             mesh, end_step = start.program.mesh, start.program.num_steps
             devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' if mesh.size > 1 else ''}"
             examples = f"{len(start.train_source)} training and {len(start.test_source)} test examples"
-            display.say(f"{config.preset}: {examples}, {devices}, {start.workdir}")
+            display.say(f"{config.data.source}: {examples}, {devices}, {start.workdir}")
             for warning in warnings:
                 display.say(f"warning: {warning}")
             if start.step:
