@@ -157,9 +157,17 @@ def check_input_pipeline(rows: Rows) -> None:
     assert found["second start: index, simulated"] < 2 < 10 * found["first start: walk, scaled"]
 
 
+def check_benchmark_step(rows: Rows) -> None:
+    assert {"trjax", "pmean", "automatic"} <= {row["way"] for row in rows}
+    assert all(0 < float(row["least"]) <= float(row["images/s"]) <= float(row["most"]) for row in rows)
+    ratios = [float(row["ours over it"]) for row in rows if row["way"] in ("pmean", "automatic")]
+    assert all(0.3 < ratio < 10 for ratio in ratios)
+
+
 CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
 CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes, check_scaling_forecast]
 CHECKS += [check_checkpoint_cost, check_soak, check_lr_range, check_input_pipeline]
+CHECKS += [check_benchmark_step]
 
 
 @pytest.mark.slow
@@ -185,6 +193,8 @@ def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
         ("batchnorm_modes", ["--epochs", "0"], "epochs=0, seeds=3: must be positive"),
         ("batchnorm_modes", ["--global-batches", "30"], "global_batch=30 is not divisible by world_size=8"),
         ("zero_memory", ["--quick", "--out", "file"], "File exists: 'file'"),
+        ("benchmark_step", ["--repeats", "0"], "repeats=0, seconds=1.5: must be positive"),
+        ("benchmark_step", ["--models", "ResNet-9"], "models=ResNet-9: unknown; known: ResNet-20, "),
         ("lr_range", ["--first", "0"], "first=0.0, last=10.0, steps=300: rates must grow"),
         ("scaling_forecast", ["--gpus", "100"], "gpus=100: must be a power of two from 8 to 16384"),
     ],

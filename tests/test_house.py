@@ -20,6 +20,7 @@ FLOORS = [
         "memory",
         "keys",
         "batchnorm",
+        "convolution",
         "chain",
         "records",
         "targets",

@@ -22,6 +22,8 @@ _BY_PLATFORM: dict[str, Options] = {
     "cpu": {
         # Barriers are gone when the CPU's combiner runs, and it would merge the groups into one late AllReduce.
         "xla_disable_hlo_passes": "cpu-all-reduce-combiner",
+        # YNNPACK's convolutions take twice as long as Eigen's, and those of filter gradients thirty times.
+        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
         # CPU devices share the cores and so arrive far apart when a step is long.
         "xla_cpu_collective_call_terminate_timeout_seconds": 600,
     },

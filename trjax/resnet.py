@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from trjax.batchnorm import BatchNorm
+from trjax.convolution import convolve
 from trjax.keys import keep_or_drop
 
 Stem = Literal["imagenet", "cifar"]
@@ -63,7 +64,8 @@ class ConvNorm(nn.Module):
         size, pad = (self.kernel, self.kernel), self.kernel // 2
         precision = jax.lax.Precision.HIGHEST if self.exact and self.dtype == jnp.float32 else None
         conv = nn.Conv(self.features, size, self.stride, pad, use_bias=False, dtype=self.dtype,
-                       precision=precision, kernel_init=_conv_init, name="conv")  # fmt: skip
+                       precision=precision, kernel_init=_conv_init, name="conv",
+                       conv_general_dilated=convolve if train else None)  # fmt: skip
         scale_init = nn.initializers.zeros if self.zero_scale else nn.initializers.ones
         norm = BatchNorm(scale_init=scale_init, reduce_moments=self.reduce_moments, name="norm")
         return norm(conv(x), train=train, mask=mask)

@@ -1,0 +1,53 @@
+"""One process that trains with a step of this package, or an ordinary one; started by `benchmark_step.py`.
+
+It answers every line of a number of steps with the seconds that they took.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from compare_programs import make_ordinary_step
+
+from trjax.compilation import lower_step
+from trjax.data.batches import train_batches
+from trjax.data.sources import describe, load
+from trjax.mesh import REPLICATED, make_mesh, place, start_platform
+from trjax.presets import parse_config
+from trjax.program import make_chain, make_program
+
+
+def serve(way: str, options: Sequence[str]) -> None:
+    """Trains on one batch, a number of steps for every line.
+
+    Args:
+        way: `trjax`; or `pmean` or `automatic`, see `compare_programs`.
+        options: of `trjax.train`.
+    """
+    config = parse_config(options, "serve_step", "Train on one batch.")
+    start_platform(config.platform, config.devices)
+    mesh = make_mesh(config.devices)
+    program = make_program(config, mesh)
+    if way != "trjax":
+        chain = make_chain(replace(config, bn="local"), describe(config.data))
+        program = replace(program, train_step=make_ordinary_step(config, chain, mesh, way))  # type: ignore[arg-type]
+    source, _ = load(config.data, config.seed)
+    batch = next(train_batches(source, config.global_batch, config.seed, 0, 1, config.last_batch, program.rows))
+    placed, rates = program.place_train(batch), place(mesh, REPLICATED, np.full(program.num_steps, 0.01, np.float32))
+    step: Any = lower_step(program).compile()
+    state = program.init()
+    print(f"jax {jax.__version__}", flush=True)
+    for line in sys.stdin:
+        began = time.perf_counter()
+        for _ in range(int(line)):
+            state, results, *_ = step(state, placed, rates, program.votes(False))
+            jax.block_until_ready(results)
+        print(time.perf_counter() - began, flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,118 @@
+"""Convolutions of a train step; their gradients are written so that XLA computes them fast on CPUs.
+
+XLA computes a filter gradient as a convolution over the batch of what it transposes first. On the CPU it fuses the
+transpose with what computes its input, and then computes all of that in an order that no cache likes; and it has no
+fast convolution of an input with holes, as the gradient of a strided one is. Source of the rules: Dumoulin and Visin,
+"A guide to convolution arithmetic for deep learning", 2016.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_DIMS = ("NHWC", "HWIO", "NHWC")
+Pair = tuple[int, int]
+
+
+def _settle(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Transposes, by itself: XLA fuses nothing into a branch, whichever is taken; both are the same."""
+    transpose = partial(lax.transpose, permutation=order)
+    transposed: jax.Array = lax.cond(x[(0,) * x.ndim] > 0, transpose, transpose, x)
+    return transposed
+
+
+def _spread(x: jax.Array, strides: Pair, behind: Sequence[int] = (0, 0)) -> jax.Array:
+    """Puts zeros between the pixels, as many as a stride skips, and behind the last ones."""
+    holes = [(0, more, stride - 1) for more, stride in zip(behind, strides, strict=True)]
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *holes, (0, 0, 0)])
+
+
+def _input_gradient(
+    cotangent: jax.Array, kernel: jax.Array, size: Sequence[int], strides: Pair, padding: Sequence[Pair], precision: Any
+) -> jax.Array:
+    """Returns a convolution's gradient of its input, of this size: convolved with the kernel turned by a half."""
+    apart = _spread(cotangent, strides) if max(strides) > 1 else cotangent
+    sizes = zip(size, apart.shape[1:3], kernel.shape[:2], padding, strict=True)
+    pads = [(window - 1 - before, whole - own + before) for whole, own, window, (before, _) in sizes]
+    turned = kernel[::-1, ::-1].transpose(0, 1, 3, 2)
+    return lax.conv_general_dilated(apart, turned, (1, 1), pads, dimension_numbers=_DIMS, precision=precision)
+
+
+def _filter_gradient(
+    x: jax.Array, cotangent: jax.Array, window: Sequence[int], strides: Pair, padding: Sequence[Pair], precision: Any
+) -> jax.Array:
+    """Returns a convolution's gradient of its kernel: channels are its examples, and examples its channels."""
+    sizes = zip(x.shape[1:3], cotangent.shape[1:3], window, strides, padding, strict=True)
+    pads = [(before, (own - 1) * stride + side - size - before) for size, own, side, stride, (before, _) in sizes]
+    swapped = lax.conv_general_dilated(
+        _settle(x, (3, 1, 2, 0)), _settle(cotangent, (1, 2, 0, 3)), (1, 1), pads,
+        rhs_dilation=strides, dimension_numbers=_DIMS, precision=precision,
+    )  # fmt: skip
+    return swapped.transpose(1, 2, 0, 3)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _convolve(x: jax.Array, kernel: jax.Array, strides: Pair, padding: tuple[Pair, Pair], precision: Any) -> jax.Array:
+    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=_DIMS, precision=precision)
+
+
+def _convolve_forward(
+    x: jax.Array, kernel: jax.Array, strides: Pair, padding: tuple[Pair, Pair], precision: Any
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _convolve(x, kernel, strides, padding, precision), (x, kernel)
+
+
+def _convolve_backward(
+    strides: Pair, padding: tuple[Pair, Pair], precision: Any, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    def own(x: jax.Array, kernel: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        window, size, steps = kernel.shape[:2], x.shape[1:3], strides
+        if skips := window == (1, 1) and max(strides) > 1:  # of what is skipped, nothing takes part
+            x, size, steps = x[:, :: strides[0], :: strides[1]], cotangent.shape[1:3], (1, 1)
+        by_input = _input_gradient(cotangent, kernel, size, steps, padding, precision)
+        by_kernel = _filter_gradient(x, cotangent, window, steps, padding, precision)
+        if skips:
+            behind = [(whole - 1) % stride for whole, stride in zip(saved[0].shape[1:3], strides, strict=True)]
+            by_input = _spread(by_input, strides, behind)
+        return by_input, by_kernel
+
+    def ordinary(x: jax.Array, kernel: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        convolve = partial(
+            lax.conv_general_dilated,
+            window_strides=strides, padding=padding, dimension_numbers=_DIMS, precision=precision,
+        )  # fmt: skip
+        _, pull = jax.vjp(convolve, x, kernel)
+        return pull(cotangent)
+
+    gradients: tuple[jax.Array, jax.Array] = lax.platform_dependent(*saved, cotangent, cpu=own, default=ordinary)
+    return gradients
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)
+
+
+def convolve(
+    lhs: jax.Array, rhs: jax.Array, window_strides: Sequence[int], padding: Sequence[Pair], **rest: Any
+) -> jax.Array:
+    """Convolves images, shape (examples, height, width, channels), as `lax.conv_general_dilated` does, for `flax`.
+
+    Gradients are equal to its own to rounding.
+
+    Args:
+        lhs: the images.
+        rhs: the kernel, shape (height, width, channels, features).
+        window_strides: along height and width.
+        padding: before and behind, along both.
+        rest: what else it takes; with dilation or groups, the gradients are left to JAX.
+    """
+    plain = all(set(rest.get(name) or (1,)) == {1} for name in ("lhs_dilation", "rhs_dilation"))
+    plain &= rest.get("feature_group_count", 1) == 1
+    plain &= all(max(pads) < window for pads, window in zip(padding, rhs.shape, strict=False))
+    if not plain:
+        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **rest)
+    strides, pads = (window_strides[0], window_strides[1]), (padding[0], padding[1])
+    return _convolve(lhs, rhs, strides, pads, rest.get("precision"))
