@@ -5,6 +5,7 @@ it is. Every way has processes of its own, and they take turns: the others sleep
     trjax      two AllReduces, launched from within the backward
     pmean      `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient, as flax's examples have it
     automatic  `jit` with a split batch
+               (both with our model and its convolutions, and with the compiler's own options)
     DDP        PyTorch over gloo, channels last: one process a device; together they have a thread a core
 """
 
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,9 @@ class Way:
         Raises:
             ValueError: a process has ended.
         """
-        for process in self.processes:
-            print(steps, file=process.stdin, flush=True)
+        with suppress(BrokenPipeError):
+            for process in self.processes:
+                print(steps, file=process.stdin, flush=True)
         answers = self.answers()
         if not all(answers):
             raise ValueError(f"{self.processes[0].args!r}: a process ended")
@@ -197,6 +199,8 @@ def make_rows(name: str, model: Model, devices: int, rates: dict[str, np.ndarray
 def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Draws the rate of ours over each other way's, with its range."""
     shown = [row for row in rows if row["way"] != OURS]
+    if not shown:
+        raise ValueError("there is nothing to compare with: install PyTorch, name a --peer, or leave --ordinary on")
     ways = list(dict.fromkeys(row["way"] for row in shown))
     cases = list(dict.fromkeys((row["model"], row["devices"]) for row in shown))
     figure = Figure(figsize=(8, 1.2 + 0.32 * len(ways) * len(cases)), layout="constrained")

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,10 @@ SHAPES = [
     (5, 5, 1, 1, 0),
     (11, 8, 7, 2, 3),
     (7, 7, 2, 3, 0),
-    (4, 4, 1, 1, 1),
+    (2, 2, 3, 1, 1),
+    (2, 1, 3, 2, 1),
+    (1, 1, 3, 1, 1),
+    (2, 5, 3, 1, 1),
 ]
 """Height, width, side of the kernel, stride, padding."""
 
@@ -47,6 +51,26 @@ def test_values_and_gradients_are_those_of_xla(height: int, width: int, side: in
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), own, other)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "options"),
+    [
+        (((0, 8, 9, 4), (3, 3, 4, 6)), {}),
+        (((2, 2, 5, 4), (3, 3, 4, 6)), {}),
+        (((2, 8, 9, 4), (3, 3, 4, 6)), {"rhs_dilation": (2, 2)}),
+        (((2, 8, 9, 4), (3, 3, 2, 6)), {"feature_group_count": 2}),
+        (((4, 8, 9, 4), (3, 3, 4, 6)), {"batch_group_count": 2}),
+        (((2, 4, 8, 9), (6, 4, 3, 3)), {"dimension_numbers": None}),
+    ],
+)
+def test_the_rest_is_left_to_jax(shapes: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> None:
+    own, other = (
+        jax.grad(lambda x, k, way=way: way(x, k, (1, 1), [(0, 0)] * 2, **{"dimension_numbers": DIMS} | options).sum())
+        for way in (convolve, jax.lax.conv_general_dilated)
+    )
+    x, kernel = (jnp.ones(shape) for shape in shapes)
+    np.testing.assert_array_equal(own(x, kernel), other(x, kernel))
+
+
 @pytest.mark.parametrize(("height", "width", "side", "stride", "pad"), SHAPES[:3])
 def test_gradients_are_slopes(height: int, width: int, side: int, stride: int, pad: int) -> None:
     check_grads(jax.jit(partial(wavy_sum, convolve, stride, pad)), arrays(height, width, side), 1, ["rev"], 0.02, 0.02)
@@ -67,11 +91,11 @@ def test_each_device_convolves_its_own_part() -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), split, whole)
 
 
-def compiled(way: Callable[..., jax.Array], stride: int = 1) -> str:
+def compiled(way: Callable[..., jax.Array], stride: int = 1, size: tuple[int, int] = (8, 9)) -> str:
     def loss(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return wavy_sum(way, stride, 1, jnp.maximum(jnp.sqrt(jnp.abs(x)) * 2 - 1, 0), kernel)
 
-    text = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays(8, 9, 3)).compile().as_text()
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays(*size, 3)).compile().as_text()
     assert text
     return text
 
@@ -86,6 +110,12 @@ def test_the_program_transposes_what_is_there() -> None:
 def test_a_strided_gradient_has_no_convolution_with_holes() -> None:
     assert "lhs_dilate" in compiled(jax.lax.conv_general_dilated, stride=2)
     assert "lhs_dilate" not in compiled(convolve, stride=2)
+
+
+def test_small_images_are_multiplied_with_matrices() -> None:
+    """Of three convolutions the filter gradient is left."""
+    texts = [compiled(way, size=(2, 2)) for way in (convolve, jax.lax.conv_general_dilated)]
+    assert [len(re.findall(r" convolution\(", text)) for text in texts] == [1, 3]
 
 
 def test_other_platforms_compile_what_they_did() -> None:

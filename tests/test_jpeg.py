@@ -101,8 +101,30 @@ def test_damage_shows_in_the_rows_where_it_is() -> None:
 def test_a_missing_row_is_told() -> None:
     data = FILES["ours"]
     start, stop = data.index(b"\xff\xd1"), data.index(b"\xff\xd2")
-    with pytest.raises(BadImageError, match="12 of its 13 rows of blocks are there"):
+    with pytest.raises(BadImageError, match="it is damaged"):
         Jpeg(data[:start] + data[stop:], HEIGHT, WIDTH).decode_rows(150, 170, 1.0)
+
+
+@pytest.mark.parametrize("name", ["ours", "4:2:0"])
+@pytest.mark.parametrize("more", ["comment", "restart", "picture", "zeros"])
+def test_what_follows_the_rows_does_no_harm(name: str, more: str) -> None:
+    data = FILES[name]
+    inside = {"comment": b"\xff\xfe\x00\x04ab", "restart": b"\xff\xd4", "zeros": bytes(9)}.get(more, b"")
+    behind = FILES["ours"] if more == "picture" else b""
+    longer = data[:-2] + inside + data[-2:] + behind
+    for top in (0, 100):
+        pixels, first, _ = Jpeg(longer, HEIGHT, WIDTH).decode_rows(top, top + 20, 1.0)
+        np.testing.assert_array_equal(pixels, whole(data, 1.0)[first : first + len(pixels)])
+
+
+def test_without_markers_only_a_whole_picture_tells_that_codes_went_wrong() -> None:
+    """What training takes, and `verify` finds."""
+    data = FILES["4:2:0"]
+    at = len(data) // 3
+    harmed = Jpeg(data[:at] + bytes(12) + data[at + 12 :], HEIGHT, WIDTH)
+    harmed.decode_rows(0, 120, 1.0)
+    with pytest.raises(BadImageError, match="it is damaged"):
+        harmed.decode()
 
 
 def test_what_we_encode_keeps_the_picture() -> None:

@@ -2,8 +2,8 @@
 
 XLA computes a filter gradient as a convolution over the batch of what it transposes first. On the CPU it fuses the
 transpose with what computes its input, and then computes all of that in an order that no cache likes; and it has no
-fast convolution of an input with holes, as the gradient of a strided one is. Source of the rules: Dumoulin and Visin,
-"A guide to convolution arithmetic for deep learning", 2016.
+fast convolution of an input with holes, as the gradient of a strided one is, nor of images smaller than the kernel.
+Source of the rules: Dumoulin and Visin, "A guide to convolution arithmetic for deep learning", 2016.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,51 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 _DIMS = ("NHWC", "HWIO", "NHWC")
+_SPEC = (0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)  # the same, as flax says it
+_FEW = 3  # pixels of a kernel's side up to which smaller images are multiplied
 Pair = tuple[int, int]
 
 
 def _settle(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """Transposes, by itself: XLA fuses nothing into a branch, whichever is taken; both are the same."""
+    """Transposes in a branch of its own, into which XLA fuses nothing; both branches are the same."""
     transpose = partial(lax.transpose, permutation=order)
     transposed: jax.Array = lax.cond(x[(0,) * x.ndim] > 0, transpose, transpose, x)
     return transposed
+
+
+def _convolve_plain(
+    x: jax.Array, kernel: jax.Array, strides: Pair, padding: Sequence[Pair], precision: Any
+) -> jax.Array:
+    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=_DIMS, precision=precision)
+
+
+def _multiply(x: jax.Array, kernel: jax.Array, strides: Pair, padding: Sequence[Pair], precision: Any) -> jax.Array:
+    """Convolves as one product: of images and a matrix from all their pixels to all pixels of the result."""
+    sizes = zip(x.shape[1:3], padding, kernel.shape[:2], strides, strict=True)
+    height, width = ((size + sum(pads) - side) // stride + 1 for size, pads, side, stride in sizes)
+    none = jnp.zeros(kernel.shape[2:], kernel.dtype)
+
+    def weights(pixel: tuple[int, ...], result: tuple[int, ...]) -> jax.Array:
+        at = [a - b * stride + pads[0] for a, b, stride, pads in zip(pixel, result, strides, padding, strict=True)]
+        inside = all(0 <= place < side for place, side in zip(at, kernel.shape, strict=False))
+        return kernel[at[0], at[1]] if inside else none
+
+    rows = [[weights(pixel, result) for result in np.ndindex(height, width)] for pixel in np.ndindex(x.shape[1:3])]
+    product = jnp.dot(x.reshape(len(x), -1), jnp.block(rows), precision=precision)
+    return product.reshape(len(x), height, width, -1)
+
+
+def _convolve_fast(
+    x: jax.Array, kernel: jax.Array, strides: Pair, padding: Sequence[Pair], precision: Any
+) -> jax.Array:
+    """Convolves; images smaller than the kernel as a product: XLA exchanges the two, which is slow on the CPU."""
+    if all(size < side <= _FEW for size, side in zip(x.shape[1:3], kernel.shape, strict=False)):
+        return _multiply(x, kernel, strides, padding, precision)
+    return _convolve_plain(x, kernel, strides, padding, precision)
 
 
 def _spread(x: jax.Array, strides: Pair, behind: Sequence[int] = (0, 0)) -> jax.Array:
@@ -39,7 +73,7 @@ def _input_gradient(
     sizes = zip(size, apart.shape[1:3], kernel.shape[:2], padding, strict=True)
     pads = [(window - 1 - before, whole - own + before) for whole, own, window, (before, _) in sizes]
     turned = kernel[::-1, ::-1].transpose(0, 1, 3, 2)
-    return lax.conv_general_dilated(apart, turned, (1, 1), pads, dimension_numbers=_DIMS, precision=precision)
+    return _convolve_fast(apart, turned, (1, 1), pads, precision)
 
 
 def _filter_gradient(
@@ -57,7 +91,10 @@ def _filter_gradient(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _convolve(x: jax.Array, kernel: jax.Array, strides: Pair, padding: tuple[Pair, Pair], precision: Any) -> jax.Array:
-    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=_DIMS, precision=precision)
+    fast = partial(_convolve_fast, strides=strides, padding=padding, precision=precision)
+    ordinary = partial(_convolve_plain, strides=strides, padding=padding, precision=precision)
+    convolved: jax.Array = lax.platform_dependent(x, kernel, cpu=fast, default=ordinary)
+    return convolved
 
 
 def _convolve_forward(
@@ -81,10 +118,7 @@ def _convolve_backward(
         return by_input, by_kernel
 
     def ordinary(x: jax.Array, kernel: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        convolve = partial(
-            lax.conv_general_dilated,
-            window_strides=strides, padding=padding, dimension_numbers=_DIMS, precision=precision,
-        )  # fmt: skip
+        convolve = partial(_convolve_plain, strides=strides, padding=padding, precision=precision)
         _, pull = jax.vjp(convolve, x, kernel)
         return pull(cotangent)
 
@@ -95,24 +129,29 @@ def _convolve_backward(
 _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
-def convolve(
-    lhs: jax.Array, rhs: jax.Array, window_strides: Sequence[int], padding: Sequence[Pair], **rest: Any
-) -> jax.Array:
+def convolve(lhs: jax.Array, rhs: jax.Array, window_strides: Sequence[int], padding: Any, **rest: Any) -> jax.Array:
     """Convolves images, shape (examples, height, width, channels), as `lax.conv_general_dilated` does, for `flax`.
 
-    Gradients are equal to its own to rounding.
+    Gradients are equal to its own to rounding; only reverse mode has them. In `shard_map` both arrays must vary over
+    the same axes (`collectives.vary`).
 
     Args:
         lhs: the images.
         rhs: the kernel, shape (height, width, channels, features).
         window_strides: along height and width.
         padding: before and behind, along both.
-        rest: what else it takes; with dilation or groups, the gradients are left to JAX.
+        rest: what else it takes; whatever is not ordinary in it, or in the shapes, is left to JAX.
     """
-    plain = all(set(rest.get(name) or (1,)) == {1} for name in ("lhs_dilation", "rhs_dilation"))
-    plain &= rest.get("feature_group_count", 1) == 1
-    plain &= all(max(pads) < window for pads, window in zip(padding, rhs.shape, strict=False))
-    if not plain:
+    plain = not isinstance(padding, str) and all(
+        rest.get(name) in (None, 1, (1, 1), [1, 1])
+        for name in ("lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
+    )
+    plain &= rest.get("dimension_numbers") in (_DIMS, lax.ConvDimensionNumbers(*_SPEC))
+    plain &= not rest.get("preferred_element_type")
+    if plain and lhs.size:
+        sizes = list(zip(lhs.shape[1:3], padding, rhs.shape, strict=False))
+        plain = all(max(pads) < window <= size + sum(pads) for size, pads, window in sizes)
+    if not (plain and lhs.size):
         return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **rest)
     strides, pads = (window_strides[0], window_strides[1]), (padding[0], padding[1])
     return _convolve(lhs, rhs, strides, pads, rest.get("precision"))

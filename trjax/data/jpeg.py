@@ -22,7 +22,7 @@ _OWN = threading.local()
 _FRAMES, _OTHER_FRAMES = (0xC0, 0xC1), (*range(0xC2, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
 _SCAN, _INTERVAL, _END = 0xDA, 0xDD, b"\xff\xd9"
 _RESTARTS, _RESTART = tuple(bytes((0xFF, 0xD0 + number)) for number in range(8)), re.compile(rb"\xff[\xd0-\xd7]")
-_UNREAD = "extraneous bytes before marker 0xd9"  # what the decoder says if rows are left when the picture ends
+_UNREAD = "extraneous bytes before marker"  # what the decoder says if rows are left when the picture ends
 _BLOCK = 8
 _SAVED = 0.05  # of a picture's rows; less is not worth a cut
 
@@ -38,7 +38,7 @@ def check_size(height: int, width: int) -> None:
 
 
 def own_memory(name: str, size_bytes: int) -> np.ndarray:
-    """Returns memory of this thread's, to be used again and again: new memory takes a fifth of the time."""
+    """Returns memory of this thread's, to be used again and again: allocating anew costs a fifth of a read."""
     if size_bytes > _MOST_KEPT:
         return np.empty(size_bytes, np.uint8)
     if getattr(_OWN, name, np.empty(0)).size < size_bytes:
@@ -66,7 +66,7 @@ class _Layout(NamedTuple):
 
     Attributes:
         height_at: position of the height in the header.
-        block: height of a row of blocks, in pixels.
+        block: height of a row of blocks (T.81's MCUs), in pixels.
         rows_at: position of the first row of blocks, if restart markers part them.
     """
 
@@ -127,8 +127,8 @@ def _cut(data: bytes, height: int, top: int, bottom: int) -> _Cut:
     if rows_at is None:
         return _Cut(b"".join((*header, data[height_at + 2 :])), first, last, unread=True)
     rows = _RESTART.split(data[rows_at : max(rows_at, data.rfind(_END))])
-    if len(rows) != (count := -(-height // block)):
-        raise BadImageError(f"it is damaged: {len(rows)} of its {count} rows of blocks are there")
+    if len(rows) != -(-height // block):  # some are missing, or something else follows: let the decoder judge
+        return _Cut(data, 0, height)
     parts = [*header, data[height_at + 2 : rows_at], rows[start]]
     for number, row in enumerate(rows[start + 1 : stop]):
         parts += (_RESTARTS[number % 8], row)
@@ -163,7 +163,8 @@ class Jpeg:
     def decode_rows(self, top: int, bottom: int, share: float) -> Rows:
         """Returns at least the rows from `top` to `bottom`, fast: colours are a little less exact.
 
-        The pixels hold until this thread decodes another. Damage elsewhere need not show, but for an early end.
+        The pixels hold until this thread decodes another. Damage elsewhere need not show; nor, in files without restart
+        markers, what leaves codes that can be read: only the end of a whole picture tells that something went wrong.
 
         Args:
             top: first row, of the picture.
