@@ -10,7 +10,6 @@ it is. Every way has processes of its own, and they take turns: the others sleep
 """
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from report import announce, main, progress, save_axes, write_rows
+
+from trjax.launch import free_port
 
 HERE = Path(__file__).parent
 OURS, ORDINARY, DDP = "trjax", ("pmean", "automatic"), "DDP"
@@ -135,9 +136,7 @@ def start_ours(way: str, model: Model, devices: int) -> Way:
 
 def start_ddp(python: str, model: Model, devices: int) -> Way:
     """Returns PyTorch's processes."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": str(devices)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(devices)}
     numbers = model.size, model.num_classes, model.batch // devices, max(1, (os.cpu_count() or 1) // devices)
     command = [python, str(HERE / "torch_ddp.py"), model.arch, str(model.width), model.stem, *map(str, numbers)]
     return Way([command] * devices, [place | {"RANK": str(rank)} for rank in range(devices)])
@@ -159,6 +158,8 @@ def start_all(options: Options, model: Model, devices: int) -> Iterator[dict[str
                     raise ValueError(f"{way.processes[0].args!r}: ended")
                 del ways[name]
             progress(f"  {name}: {said[0] or 'left out'}")
+        if len(ways) == 1:
+            raise ValueError("there is nothing to compare with: install PyTorch, name a --peer, or leave --ordinary on")
         yield ways
 
 
@@ -199,8 +200,6 @@ def make_rows(name: str, model: Model, devices: int, rates: dict[str, np.ndarray
 def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Draws the rate of ours over each other way's, with its range."""
     shown = [row for row in rows if row["way"] != OURS]
-    if not shown:
-        raise ValueError("there is nothing to compare with: install PyTorch, name a --peer, or leave --ordinary on")
     ways = list(dict.fromkeys(row["way"] for row in shown))
     cases = list(dict.fromkeys((row["model"], row["devices"]) for row in shown))
     figure = Figure(figsize=(8, 1.2 + 0.32 * len(ways) * len(cases)), layout="constrained")

@@ -45,7 +45,7 @@ from trjax.optim import make_optimizer
 from trjax.options import probe_options
 from trjax.planning import expect
 from trjax.presets import preset_config
-from trjax.program import make_chain, make_program, shape_run
+from trjax.program import Program, make_chain, make_program, shape_run
 from trjax.state import TrainState
 from trjax.targets import compile_config, find_target
 
@@ -116,6 +116,12 @@ def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["
     return jax.jit(step, in_shardings=(whole, split, whole, split), out_shardings=whole, donate_argnums=0)
 
 
+def use_ordinary_step(config: Config, program: Program, name: Literal["pmean", "automatic"]) -> Program:
+    """Returns a run's program with that update in place of ours, and no reduction of ours in the model."""
+    chain = make_chain(replace(config, bn="local"), describe(config.data))
+    return replace(program, train_step=make_ordinary_step(config, chain, program.mesh, name))
+
+
 def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Audit:
     """Compiles one program and returns what was found in it.
 
@@ -125,9 +131,7 @@ def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Audit:
     ordinary = name in ("pmean", "automatic")
     program = make_program(config if ordinary else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
     if ordinary:
-        # Whatever is summed, the ordinary programs' own partitioning does it: no reduction of ours in the model.
-        chain = make_chain(replace(config, bn="local"), describe(config.data))
-        program = replace(program, train_step=make_ordinary_step(config, chain, mesh, name))  # type: ignore[arg-type]
+        program = use_ordinary_step(config, program, name)  # type: ignore[arg-type]
     try:
         compiled = compile_lowered(lower_step(program))
     except jax.errors.JaxRuntimeError as error:

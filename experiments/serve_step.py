@@ -6,19 +6,18 @@ It answers every line of a number of steps with the seconds that they took.
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from compare_programs import make_ordinary_step
+from compare_programs import use_ordinary_step
 
 from trjax.compilation import lower_step
 from trjax.data.batches import train_batches
-from trjax.data.sources import describe, load
+from trjax.data.sources import load
 from trjax.mesh import REPLICATED, make_mesh, place, start_platform
 from trjax.presets import parse_config
-from trjax.program import make_chain, make_program
+from trjax.program import make_program
 
 
 def serve(way: str, options: Sequence[str]) -> None:
@@ -33,8 +32,7 @@ def serve(way: str, options: Sequence[str]) -> None:
     mesh = make_mesh(config.devices)
     program = make_program(config, mesh)
     if way != "trjax":
-        chain = make_chain(replace(config, bn="local"), describe(config.data))
-        program = replace(program, train_step=make_ordinary_step(config, chain, mesh, way))  # type: ignore[arg-type]
+        program = use_ordinary_step(config, program, way)  # type: ignore[arg-type]
     source, _ = load(config.data, config.seed)
     batch = next(train_batches(source, config.global_batch, config.seed, 0, 1, config.last_batch, program.rows))
     placed, rates = program.place_train(batch), place(mesh, REPLICATED, np.full(program.num_steps, 0.01, np.float32))

@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 _DIMS = ("NHWC", "HWIO", "NHWC")
-_SPEC = (0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)  # the same, as flax says it
 _FEW = 3  # pixels of a kernel's side up to which smaller images are multiplied
 Pair = tuple[int, int]
 
@@ -129,6 +128,22 @@ def _convolve_backward(
 _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
+def _is_ordinary(lhs: jax.Array, rhs: jax.Array, padding: Any, rest: dict[str, Any]) -> bool:
+    """Returns whether a convolution is of `_DIMS` and has a result, and no dilation, groups or type of its own."""
+    if lhs.ndim != 4 or not lhs.size or isinstance(padding, str) or rest.get("preferred_element_type"):
+        return False
+    own, wanted = (
+        lax.conv_dimension_numbers(lhs.shape, rhs.shape, dims) for dims in (rest.get("dimension_numbers"), _DIMS)
+    )
+    ones = ("lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
+    sizes = zip(lhs.shape[1:3], padding, rhs.shape[:2], strict=True)
+    return (
+        own == wanted
+        and all(rest.get(name) in (None, 1, (1, 1), [1, 1]) for name in ones)
+        and all(max(pads) < window <= size + sum(pads) for size, pads, window in sizes)
+    )
+
+
 def convolve(lhs: jax.Array, rhs: jax.Array, window_strides: Sequence[int], padding: Any, **rest: Any) -> jax.Array:
     """Convolves images, shape (examples, height, width, channels), as `lax.conv_general_dilated` does, for `flax`.
 
@@ -142,16 +157,7 @@ def convolve(lhs: jax.Array, rhs: jax.Array, window_strides: Sequence[int], padd
         padding: before and behind, along both.
         rest: what else it takes; whatever is not ordinary in it, or in the shapes, is left to JAX.
     """
-    plain = not isinstance(padding, str) and all(
-        rest.get(name) in (None, 1, (1, 1), [1, 1])
-        for name in ("lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
-    )
-    plain &= rest.get("dimension_numbers") in (_DIMS, lax.ConvDimensionNumbers(*_SPEC))
-    plain &= not rest.get("preferred_element_type")
-    if plain and lhs.size:
-        sizes = list(zip(lhs.shape[1:3], padding, rhs.shape, strict=False))
-        plain = all(max(pads) < window <= size + sum(pads) for size, pads, window in sizes)
-    if not (plain and lhs.size):
+    if not _is_ordinary(lhs, rhs, padding, rest):
         return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **rest)
     strides, pads = (window_strides[0], window_strides[1]), (padding[0], padding[1])
     return _convolve(lhs, rhs, strides, pads, rest.get("precision"))

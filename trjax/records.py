@@ -226,17 +226,14 @@ class Display:
     task: TaskID
     num_epochs: int
 
-    def say(self, text: str) -> None:
-        """Prints a line above the bar."""
+    def say(self, text: str, console: Console | None = None) -> None:
+        """Prints a line above the bar, or on another console."""
         with suppress(SystemExit):  # rich's answer to a closed pipe; the run goes on without a reader
-            self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            (console or self.console).print(text, highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Prints a line of what this process alone has seen, also if others are to speak for it."""
-        if self.console.quiet:
-            Console().print(text, highlight=False, markup=False, soft_wrap=True)
-        else:
-            self.say(text)
+        self.say(text, Console() if self.console.quiet else None)
 
     def advance(self, step: int, epoch: int, results: np.ndarray, images_per_second: float) -> None:
         """Moves the bar to `step`, with the results of one batch, shape (4,)."""

@@ -116,7 +116,7 @@ class _Cut(NamedTuple):
 def _cut(data: bytes, height: int, top: int, bottom: int) -> _Cut:
     """Returns a file with the rows from `top` to `bottom`, and few others."""
     layout = _find_layout(data)
-    if layout is None or bottom - top > (1 - _SAVED) * height:
+    if layout is None:
         return _Cut(data, 0, height)
     height_at, block, rows_at = layout
     start, stop = top // block if rows_at else 0, -(-bottom // block)
