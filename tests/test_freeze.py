@@ -52,10 +52,11 @@ def test_freezing_the_stem_removes_its_backward() -> None:
         make_program(tiny_config(freeze=freeze), make_mesh("0-1"), one_block_chain()) for freeze in ((), ("stem/*",))
     ]
     flops = [sum(op.flops for op in compile_lowered(lower_step(made)).operations) for made in programs]
-    # 12 images a device: the stem's filter gradient, and the two input gradients of what stands on it; that of the
-    # strided 3x3 convolution is computed with the zeros between its pixels
-    stem, above = 64 * 4 * 27, 16 * 8 * 4 + 4 * 16 * 8 * 36
-    assert flops[0] - flops[1] == 2 * 12 * (stem + above)
+    # 12 images a device: the stem's filter gradient, and the two input gradients of what stands on it. That of the
+    # strided 3x3 convolution is computed with the zeros between its pixels; that of the shortcut, which has its own
+    # moments' too, with a product of channels.
+    stem, above, channels = 64 * 4 * 27, 16 * 8 * 4 + 16 * 4 * 4 + 4 * 16 * 8 * 36, 4 * 8 * 4
+    assert flops[0] - flops[1] == 2 * (12 * (stem + above) + channels)
     assert [group.launch_after for group in programs[1].plan.groups] == ["block", "block"]
 
 

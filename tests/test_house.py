@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "trjax"
 FLOORS = [
-    ["sections"],
+    ["sections", "moments"],
     [
         "config",
         "buckets",
@@ -21,6 +21,7 @@ FLOORS = [
         "keys",
         "batchnorm",
         "convolution",
+        "pooling",
         "chain",
         "records",
         "targets",

@@ -9,7 +9,8 @@ import pytest
 from trjax.chain import init_chain
 from trjax.keys import example_keys
 from trjax.plan import name_leaves
-from trjax.resnet import ARCHITECTURES, Block, ConvNorm, Head, blur, make_resnet
+from trjax.pooling import blur
+from trjax.resnet import ARCHITECTURES, Block, ConvNorm, Head, make_resnet
 
 pytestmark = pytest.mark.fast
 

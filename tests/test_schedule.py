@@ -22,6 +22,8 @@ from trjax.program import make_program
 from trjax.targets import compile_config, find_target
 
 IMAGES_PER_GPU = 256
+EXPANDED = [(56, 64, 4), (28, 128, 4), (28, 256, 1), (14, 256, 6), (14, 512, 1), (7, 512, 3), (7, 1024, 1)]
+"""Of ResNet-50's 1x1 convolutions with more features than channels: pixels a side, channels, how many there are."""
 HIDDEN_MS = 0.03
 SLOW_LINK_MS = 0.1
 
@@ -52,23 +54,26 @@ def test_resnet50_on_eight_h100() -> None:
     summary = found.summary
     assert (summary.all_reduces, summary.blocking, summary.gather_copy_bytes) == (2, 0, 0)
     assert summary.exposed_ms <= HIDDEN_MS
-    assert summary.transposes <= 35
+    assert summary.transposes <= 36
     assert summary.gradient_transposes == 0
-    assert summary.kernels <= 720  # 706 were seen, 1515 with one AllReduce a leaf
+    assert summary.kernels <= 900  # 871 were seen
     assert summary.launches == 0  # all of it in one CUDA graph
-    assert summary.temp_bytes < 11.5e9
-    assert summary.hbm_bytes_per_image < 0.4e9
-    # Each convolution runs once forward and twice backward, but for the stem's input: 24.3 GFLOP an image.
+    assert summary.temp_bytes < 7.6e9
+    assert summary.hbm_bytes_per_image < 0.285e9
+    assert summary.step_ms < 33
+    # Each convolution runs once forward and twice backward, but for the stem's input: 24.3 GFLOP an image. Moments of
+    # a 1x1 convolution's input, and their part of its gradient, take two products of channels more where it expands.
+    extra = sum(4 * pixels**2 * channels**2 * count for pixels, channels, count in EXPANDED)
     flops = sum(span.operation.flops for span in found.timeline.kernels)
-    assert flops / IMAGES_PER_GPU == pytest.approx(24.3e9, rel=0.01)
+    assert flops / IMAGES_PER_GPU == pytest.approx(24.3e9 + extra, rel=0.01)
 
 
 @pytest.mark.target
 def test_resnet50_hides_behind_a_slow_link_with_groups_chosen_for_it() -> None:
-    found = audited(topology="64x1", reducer="auto", link_gbytes=10.0)
+    found = audited(topology="64x1", reducer="auto", link_gbytes=12.5)
     assert_ok(found)
     assert len(found.collectives) == 4
-    assert found.summary.comm_ms > 20
+    assert found.summary.comm_ms > 16
     assert found.summary.exposed_ms <= SLOW_LINK_MS
 
 

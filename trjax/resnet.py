@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from trjax.batchnorm import BatchNorm
 from trjax.convolution import convolve
 from trjax.keys import keep_or_drop
+from trjax.moments import pays
+from trjax.pooling import blur, max_pool
 
 Stem = Literal["imagenet", "cifar"]
 Reduce = Callable[[jax.Array], jax.Array] | None
@@ -24,17 +26,23 @@ Reduce = Callable[[jax.Array], jax.Array] | None
 _conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
-def blur(x: jax.Array) -> jax.Array:
-    """Returns `x` under a binomial filter of 3x3, edges repeated: what is then strided does not alias.
+@jax.custom_vjp
+def rectify(x: jax.Array) -> jax.Array:
+    """Returns `x`, and 0 where it is negative; the gradient asks the result, so that `x` need not be kept."""
+    return jnp.maximum(x, 0)
 
-    Source: Zhang, "Making Convolutional Networks Shift-Invariant Again", 2019.
-    """
-    for axis in (1, 2):
-        size = x.shape[axis]
-        padded = jnp.pad(x, [(int(dim == axis),) * 2 for dim in range(4)], mode="edge")
-        before, middle, after = (jax.lax.slice_in_dim(padded, at, at + size, axis=axis) for at in range(3))
-        x = 0.25 * before + 0.5 * middle + 0.25 * after
-    return x
+
+def _rectify_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y = rectify(x)
+    return y, y
+
+
+def _rectify_backward(y: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    # Behind the barrier the compiler does not see that it could ask `x`, and then keep that.
+    return (jnp.where(jax.lax.optimization_barrier(y) > 0, dy, 0),)
+
+
+rectify.defvjp(_rectify_forward, _rectify_backward)
 
 
 class ConvNorm(nn.Module):
@@ -48,6 +56,7 @@ class ConvNorm(nn.Module):
         reduce_moments: see `BatchNorm`.
         zero_scale: start with a scale of 0.
         exact: where that is float32, all its digits count in products too; GPUs otherwise take TF32.
+        rectified: what is negative in the result becomes 0.
     """
 
     features: int
@@ -57,6 +66,7 @@ class ConvNorm(nn.Module):
     reduce_moments: Reduce = None
     zero_scale: bool = False
     exact: bool = True
+    rectified: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array) -> jax.Array:
@@ -68,7 +78,12 @@ class ConvNorm(nn.Module):
                        conv_general_dilated=convolve if train else None)  # fmt: skip
         scale_init = nn.initializers.zeros if self.zero_scale else nn.initializers.ones
         norm = BatchNorm(scale_init=scale_init, reduce_moments=self.reduce_moments, name="norm")
-        return norm(conv(x), train=train, mask=mask)
+        strided = x[:, :: self.stride, :: self.stride]
+        if train and self.kernel == 1 and pays(strided.shape, self.features):
+            pointwise: jax.Array = self.get_variable("params", "conv")["kernel"][0, 0]
+            x = strided.astype(self.dtype)
+            return norm(x, train=True, mask=mask, kernel=pointwise, precision=precision, rectified=self.rectified)
+        return norm(conv(x), train=train, mask=mask, rectified=self.rectified)
 
 
 class StemSegment(nn.Module):
@@ -85,13 +100,14 @@ class StemSegment(nn.Module):
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array, keys: jax.Array) -> jax.Array:
         """Maps images of any number of channels to `features` channels."""
         kernel, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
-        layer = ConvNorm(self.features, kernel, stride, self.dtype, self.reduce_moments, exact=self.exact, name="layer")
-        y = nn.relu(layer(x.astype(self.dtype), train=train, mask=mask))
+        layer = ConvNorm(self.features, kernel, stride, self.dtype, self.reduce_moments, exact=self.exact,
+                         rectified=True, name="layer")  # fmt: skip
+        y = layer(x.astype(self.dtype), train=train, mask=mask)
         if self.stem == "cifar":
             return y
         if self.blur:
-            return blur(nn.max_pool(y, (3, 3), (1, 1), ((1, 1), (1, 1))))[:, ::2, ::2]
-        return nn.max_pool(y, (3, 3), (2, 2), ((1, 1), (1, 1)))
+            return blur(max_pool(y, 1))[:, ::2, ::2]
+        return max_pool(y, 2)
 
 
 class Block(nn.Module):
@@ -131,15 +147,15 @@ class Block(nn.Module):
         for index, (width, kernel, stride) in enumerate(sizes, start=1):
             last = index == len(sizes)
             y = blur(y) if self.blur and stride > 1 else y
-            y = layer(width, kernel, stride, zero_scale=last, name=f"layer{index}")(y, train=train, mask=mask)
-            y = y if last else nn.relu(y)
+            convolved = layer(width, kernel, stride, zero_scale=last, rectified=not last, name=f"layer{index}")
+            y = convolved(y, train=train, mask=mask)
         if x.shape != y.shape:
             shortcut = layer(features, 1, self.stride, name="shortcut") if self.projection else None
             x = blur(x) if self.blur and self.stride > 1 else x
             x = shortcut(x, train=train, mask=mask) if shortcut else _pad_shortcut(x, features, self.stride)
         if train and self.drop_path:
             y = keep_or_drop(keys, self.drop_path, y, dims=0)
-        return nn.relu(x + y)
+        return rectify(x + y)
 
 
 def _pad_shortcut(x: jax.Array, features: int, stride: int) -> jax.Array:
