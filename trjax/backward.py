@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,8 @@ class Recipe:
         statistics: of BatchNorm: the mean over the devices, weighted by their examples, or those of the first.
         micro_batches: into which a block is split, along a dim of its own if there are more than one.
         sharded: `launch` gives this device's shard of the sum.
+        remat: what of the forward the backward computes again in place of keeping it: the inside of every segment
+            (`block`), or of every stage, those segments in a row whose names are the same up to the last underscore.
     """
 
     chain: Chain
@@ -46,6 +48,7 @@ class Recipe:
     statistics: Literal["mean", "first"] = "mean"
     micro_batches: int = 1
     sharded: bool = False
+    remat: Literal["none", "stage", "block"] = "none"
 
 
 def score(
@@ -77,12 +80,29 @@ def score(
     return loss, jax.lax.stop_gradient(jnp.stack([loss, *counts]))
 
 
+def _spans(chain: Chain, remat: str) -> list[tuple[str, ...]]:
+    """Returns the segments that have one pullback together: each alone, or those of a stage.
+
+    >>> _spans(dict.fromkeys(["stem", "stage1_block1", "stage1_block2", "head"]), "stage")
+    [('stem',), ('stage1_block1', 'stage1_block2'), ('head',)]
+    """
+    if remat != "stage":
+        return [(segment,) for segment in chain]
+    return [tuple(names) for _, names in groupby(chain, lambda segment: segment.rpartition("_")[0] or segment)]
+
+
 def _forward(
-    module: nn.Module, segment: str, like: Any, frozen: Leaves, batch_stats: Any, params: Leaves, x: jax.Array, *,
-    mask: jax.Array, keys: jax.Array,
-) -> tuple[jax.Array, Any]:  # fmt: skip
-    tree = restore_leaves({**frozen, **params}, {segment: like})[segment]
-    return apply_segment(module, tree, batch_stats, x, train=True, mask=mask, keys=keys)
+    chain: Chain, params: Any, frozen: Leaves, batch_stats: Any, keys: Mapping[str, jax.Array], mask: jax.Array,
+    trained: Mapping[str, Leaves], x: jax.Array,
+) -> tuple[jax.Array, dict[str, Any]]:  # fmt: skip
+    """Applies the segments of `trained`; returns their output, and their new statistics."""
+    next_stats = {}
+    for segment, own in trained.items():
+        tree = restore_leaves({**frozen, **own}, {segment: params[segment]})[segment]
+        x, next_stats[segment] = apply_segment(
+            chain[segment], tree, batch_stats[segment], x, train=True, mask=mask, keys=keys[segment]
+        )
+    return x, next_stats
 
 
 def _differentiate(
@@ -103,28 +123,36 @@ def _differentiate(
         segment: {name: leaf for name, leaf in name_leaves({segment: params[segment]}).items() if name in planned}
         for segment in recipe.chain
     }
-    pullbacks: dict[str, Callable] = {}
+    pullbacks: dict[tuple[str, ...], Callable] = {}
     next_stats: dict[str, Any] = {}
+    keys = {
+        segment: example_keys(jax.random.fold_in(key, index), block.indices)
+        for index, segment in enumerate(recipe.chain)
+    }
+    forward = partial(_forward, recipe.chain, params, frozen, batch_stats, keys, block.mask)
+    kept = forward if recipe.remat == "none" else jax.checkpoint(forward)
     x = inputs.images
-    for index, (segment, module) in enumerate(recipe.chain.items()):
-        keys = example_keys(jax.random.fold_in(key, index), block.indices)
-        forward = partial(_forward, module, segment, params[segment], frozen, batch_stats[segment],
-                          mask=block.mask, keys=keys)  # fmt: skip
-        if pullbacks or trained[segment]:
-            x, pullbacks[segment], next_stats[segment] = jax.vjp(forward, trained[segment], x, has_aux=True)
+    for span in _spans(recipe.chain, recipe.remat):
+        own = {segment: trained[segment] for segment in span}
+        if pullbacks or any(own.values()):
+            x, pullbacks[span], stats = jax.vjp(kept, own, x, has_aux=True)
         else:
-            x, next_stats[segment] = forward({}, x)
+            x, stats = forward(own, x)
+        next_stats |= stats
 
     measure = partial(score, labels=block.labels, mask=block.mask, targets=inputs.targets)
     _, pull_loss, scores = jax.vjp(measure, x, has_aux=True)
     leaves = name_leaves(next_stats) | {"results": jnp.append(scores, vote)}
     (cotangent,) = pull_loss(collectives.vary(jnp.asarray(np.float32(1 / recipe.global_batch) * loss_scale)))
-    for segment in reversed(pullbacks):
-        gradients, cotangent = pullbacks[segment](cotangent)
-        leaves |= gradients
-        for group in recipe.plan.groups:
-            if group.launch_after == segment:
-                complete(group, leaves)
+    for span, pull in reversed(pullbacks.items()):
+        gradients, cotangent = pull(cotangent)
+        if recipe.remat != "none":  # the compiler would leave filter gradients for last, and keep all that they need
+            gradients, cotangent = jax.lax.optimization_barrier((gradients, cotangent))
+        for segment in reversed(span):
+            leaves |= gradients[segment]
+            for group in recipe.plan.groups:
+                if group.launch_after == segment:
+                    complete(group, leaves)
     return next_stats
 
 

@@ -75,6 +75,9 @@ class Config:
     """Type in which gradients are summed; they are divided by the global batch before, so that sums fit."""
     accumulate: int = 1
     """Micro-batches of a step, one after the other: the memory of one, one sum over the devices for all."""
+    remat: Literal["none", "stage", "block"] = "none"
+    """Compute the inside of every stage or residual block again in the backward, in place of keeping it: memory for
+    time; explain step has both."""
     freeze: tuple[str, ...] = ()
     """Parameters that stay as they are: kinds of region (G_FIRST_CONV) or patterns of names (stage1*/conv*)."""
     last_batch: Literal["pad", "drop"] = "pad"

@@ -144,9 +144,9 @@ def _has_backward(plan: Plan, statistic: str) -> bool:
 def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
     """Returns the collectives that a run's step should compile to.
 
-    With `bn=sync` every layer's moments are reduced, in forward and, above what is frozen, in backward. Where the
-    optimizer needs norms of parameters that are spread over the devices, their squares are: one for the clip, two of
-    every parameter for lars.
+    With `bn=sync` every layer's moments are reduced, in forward and, above what is frozen, in backward; and once more
+    where that computes the forward again. Where the optimizer needs norms of parameters that are spread over the
+    devices, their squares are: one for the clip, two of every parameter for lars.
     """
     if topology.world_size == 1:
         return Expected(plan)
@@ -156,8 +156,10 @@ def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
     for region in plan.regions:
         if config.bn == "sync" and region.kind is Kind.B_NEXT_MEAN:
             moments_bytes = 2 * ITEM_BYTES * region.size_elements
-            others[moments_bytes + ITEM_BYTES] += config.accumulate  # with the count
-            others[moments_bytes] += config.accumulate * _has_backward(plan, region.name)
+            through = _has_backward(plan, region.name)
+            again = config.remat != "none" and (through or region.name.replace("running_mean", "scale") in plan.trained)
+            others[moments_bytes + ITEM_BYTES] += config.accumulate * (1 + again)  # with the count
+            others[moments_bytes] += config.accumulate * through
     if reducer.sharded and config.optim.clip_norm:
         others[ITEM_BYTES] += 1
     if reducer.sharded and config.optim.kind in ("lars", "lamb"):

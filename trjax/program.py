@@ -168,6 +168,7 @@ def _make_recipe(config: Config, reducer: Reducer, chain: Chain, plan: Plan) -> 
         statistics="first" if config.bn == "rank0" else "mean",
         micro_batches=config.accumulate,
         sharded=reducer.sharded,
+        remat=config.remat,
     )
 
 

@@ -12,7 +12,7 @@ from trjax.memory import require_memory
 
 _MAX_STEPS = 10**8
 """Of a run: their learning rates, 0.4 GB, lie on every device."""
-SMALLER = "use a smaller batch, model or image, --accumulate, or --reducer zero1"
+SMALLER = "use a smaller batch, model or image, --accumulate, --remat stage, or --reducer zero1"
 """What to do where memory is too small."""
 
 

@@ -1,0 +1,80 @@
+"""Computing the forward again in the backward: the same numbers, less memory, the collectives that are expected."""
+
+from typing import Any, Literal
+
+import jax
+import pytest
+from helpers import noise_block, one_block_chain, reduced_on, relative_error, spread, tiny_config, worst_kind_error
+
+from trjax.audit import audit
+from trjax.chain import init_chain
+from trjax.collectives import sum_moments
+from trjax.compilation import lower_step
+from trjax.compiled import Compiled, compile_lowered
+from trjax.cost import parse_topology
+from trjax.mesh import make_topology_mesh
+from trjax.planning import expect, machine_of
+from trjax.program import make_program
+from trjax.resnet import make_resnet
+from trjax.targets import TARGETS, compile_config
+
+Remat = Literal["none", "stage", "block"]
+EXACT = 2e-6
+"""Relative error that another order of float32 sums may leave, by kind of leaf."""
+
+
+def error(actual: dict[str, Any], expected: dict[str, Any]) -> float:
+    assert relative_error(actual, {"results": expected["results"]}) < EXACT
+    return worst_kind_error(actual, {name: leaf for name, leaf in expected.items() if name != "results"})
+
+
+@pytest.mark.parametrize("remat", ["stage", pytest.param("block", marks=pytest.mark.fast)])
+@pytest.mark.parametrize("bn", ["local", "sync"])
+def test_gradients_do_not_change(remat: Remat, bn: str) -> None:
+    """Of two blocks in each stage, with dropout and stochastic depth, whose draws must be the same again."""
+    reduce = sum_moments if bn == "sync" else None
+    chain = make_resnet("resnet14", num_classes=10, width=4, drop_path=0.5, dropout=0.5, reduce_moments=reduce)
+    params, stats = init_chain(chain, jax.random.key(1), (8, 8, 3))
+    block = noise_block(3, 8)
+    whole = reduced_on(2, chain, spread(params), stats, block)
+    again = reduced_on(2, chain, spread(params), stats, block, remat=remat)
+    assert error(again, whole) < EXACT
+    plain = make_resnet("resnet14", num_classes=10, width=4, reduce_moments=reduce)
+    other = reduced_on(2, plain, spread(params), stats, block)
+    assert abs(other["results"][0] - whole["results"][0]) > 0.01  # something is drawn
+
+
+def compiled_for_two(remat: Remat, arch: str = "resnet20", **changes: object) -> tuple[Compiled, list[str]]:
+    mesh = make_topology_mesh(compile_config(TARGETS["h100"]), 1, 2)
+    config = tiny_config(remat=remat, precision="bfloat16", global_batch=2048, **changes)
+    chain = make_resnet(
+        arch, num_classes=10, dtype="bfloat16", reduce_moments=sum_moments if config.bn == "sync" else None
+    )
+    program = make_program(config, mesh, chain)
+    compiled = compile_lowered(lower_step(program))
+    expected = expect(config, program.plan, parse_topology("1x2"))
+    found = audit(compiled, machine_of(mesh), config.global_batch, expected)
+    return compiled, [verdict.text for verdict in found.verdicts if not verdict.ok]
+
+
+def test_memory_falls_and_time_rises() -> None:
+    whole, stage, block = (compiled_for_two(remat)[0] for remat in ("none", "stage", "block"))
+    assert stage.temp_bytes < 0.75 * whole.temp_bytes
+    assert block.temp_bytes < 0.75 * whole.temp_bytes
+    flops = [sum(operation.flops for operation in one.operations) for one in (whole, stage, block)]
+    assert 1.25 < flops[1] / flops[0] < 1.34  # a third of the convolutions again, but what nobody asks for
+    assert flops[2] == pytest.approx(flops[1], rel=0.01)
+
+
+@pytest.mark.parametrize("freeze", [(), ("stem/*", "stage1_block1/*")])
+def test_moments_are_shared_once_more(freeze: tuple[str, ...]) -> None:
+    _, wrong = compiled_for_two("block", "resnet8", bn="sync", freeze=freeze)
+    assert [text for text in wrong if text.startswith(("collectives", "others"))] == []
+
+
+def test_a_chain_of_ones_own_is_a_stage_a_segment() -> None:
+    chain = one_block_chain()
+    params, stats = init_chain(chain, jax.random.key(1), (8, 8, 3))
+    block = noise_block(3, 8)
+    whole, again = (reduced_on(1, chain, spread(params), stats, block, remat=remat) for remat in ("none", "stage"))
+    assert error(again, whole) < EXACT
