@@ -110,6 +110,9 @@ class Config:
     """The process ends, with the stack of every thread, when no step has finished for so long; 0: never."""
     profile_steps: str = ""
     """First and last step of a profile, 20:25 for instance: printed, and kept in profile/ in the run's folder."""
+    keep_compiled: bool = True
+    """Keep compiled programs in .trjax-cache beside the run's folder, so that a second start need not compile; where
+    JAX has a cache (JAX_COMPILATION_CACHE_DIR), that one is used."""
     tensorboard: bool = False
     """Write the records for TensorBoard too, to tensorboard/ in the run's folder."""
     log_every: int = 50

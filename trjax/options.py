@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -74,6 +75,28 @@ class CompilerOptions:
 def nccl_settings(config: Config) -> tuple[str, ...]:
     """Returns the NAME=VALUE pairs for NCCL's environment; what the user says comes last, and so wins."""
     return (*(_DETERMINISTIC_NCCL if config.deterministic else ()), *config.nccl)
+
+
+CACHE = ".trjax-cache"
+"""Folder of compiled programs, beside those of runs."""
+
+
+def keep_compiled(runs: Path) -> None:
+    """Has JAX keep compiled programs beside runs, for the next that needs the same; a cache that it has is left.
+
+    Args:
+        runs: the folder of the runs' folders.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    given = jax.config.values["jax_compilation_cache_dir"]
+    if given and Path(given).name != CACHE:
+        return
+    (runs / CACHE).mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str((runs / CACHE).absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    reset_cache()  # JAX asks only once where it is
 
 
 @contextmanager

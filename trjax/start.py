@@ -19,7 +19,7 @@ from trjax.config import Config
 from trjax.data.sources import FirstOf, Source, describe, load
 from trjax.interchange import from_torch, read_weights
 from trjax.mesh import make_mesh, start_platform
-from trjax.options import nccl_settings
+from trjax.options import keep_compiled, nccl_settings
 from trjax.processes import broadcast, digest_code, exchange, find_hosts, process_index, require_same
 from trjax.program import Program, make_program
 from trjax.records import trim_metrics
@@ -159,6 +159,16 @@ def _first_state(
     return forms.load(decode(broadcast(data), forms.saved_shape, where)), max(step, 0), evaluated
 
 
+def _keep_compiled(config: Config, workdir: Path, warn: Callable[[str], None]) -> None:
+    """Keeps compiled programs beside the run's folder, if that can be."""
+    if not config.keep_compiled:
+        return
+    try:
+        keep_compiled(workdir.parent)
+    except OSError as error:
+        warn(f"compiled programs are not kept: {error}")
+
+
 @contextmanager
 def start_run(
     config: Config,
@@ -186,6 +196,7 @@ def start_run(
     require_same("plan", {"the plan": plan, "training and test examples": sizes, "devices": jax.local_device_count()})
     if process_index():
         workdir = Path(exchange("workdir", "")[0])
+        _keep_compiled(config, Path(config.workdir or workdir), warn)
         yield Start(workdir, program, train_source, test_source, None, *_first_state(program, None, "", None, warn))
         return
     weights = _read_weights(config)  # before there is a folder: what cannot be read leaves none
@@ -196,6 +207,7 @@ def start_run(
     ):
         write_config(config, workdir)
         exchange("workdir", str(workdir))
+        _keep_compiled(config, workdir, warn)
         state, step, evaluated = _first_state(program, checkpoints, config.init_from, weights, warn)
         if aside := trim_metrics(workdir / "metrics.jsonl", step):
             warn(f"metrics.jsonl held more than the records of a run; all of it is kept as {aside}")

@@ -18,6 +18,7 @@ _MAY_CHANGE = {
     "deterministic", "save_every", "max_bad_steps", "watchdog_seconds", "workdir", "data.root", "data.workers",
     "data.on_error",
     "init_from", "tensorboard", "steps_per_dispatch", "profile_steps", "keep",
+    "keep_compiled", "remat",
 }  # fmt: skip
 """Options that a resumed run may be given anew; another value of any other would make it another run."""
 

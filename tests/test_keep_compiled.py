@@ -1,0 +1,75 @@
+"""Compiled programs that the next start need not compile."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from helpers import tiny_config
+from jax import monitoring
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from trjax.options import keep_compiled
+from trjax.train import train
+
+
+@pytest.fixture
+def no_cache_of_its_own() -> Iterator[None]:
+    """As JAX is where nobody has told it of a cache."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
+
+
+def train_anew(workdir: str, **changes: Any) -> tuple[Any, list[str]]:
+    """Trains as in a process of its own; returns the summary, and a line for every program that it found."""
+    jax.clear_caches()
+    cached: list[str] = []
+    monitoring.register_event_listener(lambda event, **_: cached.append(event))
+    try:
+        summary = train(tiny_config(epochs=1, workdir=workdir, **changes))
+    finally:
+        monitoring.clear_event_listeners()
+    return summary, [name for name in cached if name.endswith("/cache_hits")]
+
+
+@pytest.mark.usefixtures("no_cache_of_its_own")
+def test_compiled_programs_are_kept_beside_runs() -> None:
+    first, hits = train_anew("runs/one")
+    kept = sorted(Path("runs/.trjax-cache").iterdir())
+    assert any("block_step" in path.name for path in kept)
+    assert hits == []
+    second, hits = train_anew("runs/two")
+    assert len(hits) >= len(kept)
+    assert sorted(Path("runs/.trjax-cache").iterdir()) == kept
+    assert (second.step, second.best) == (first.step, first.best)
+    for path in kept:  # a process that was killed while it wrote
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
+        third, _ = train_anew("runs/three")
+    assert third.best == first.best
+
+
+@pytest.mark.usefixtures("no_cache_of_its_own")
+def test_no_programs_are_kept_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    train_anew("off/run", keep_compiled=False)
+    assert [path.name for path in Path("off").iterdir()] == ["run"]
+    Path("full").mkdir()
+    Path("full/.trjax-cache").write_text("a file, where a folder is to be")
+    summary, _ = train_anew("full/run")
+    assert summary.finished
+    assert "compiled programs are not kept" in capsys.readouterr().out
+
+
+def test_a_cache_that_jax_has_is_left_alone() -> None:
+    given = jax.config.values["jax_compilation_cache_dir"]
+    assert given  # by conftest
+    keep_compiled(Path("runs"))
+    assert jax.config.values["jax_compilation_cache_dir"] == given
+    assert not Path("runs").exists()
