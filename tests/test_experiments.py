@@ -139,6 +139,18 @@ def check_checkpoint_cost(rows: Rows) -> None:
     assert 0 == inside[0] < inside[1] < inside[2]
 
 
+def check_host_cost(rows: Rows) -> None:
+    start, call = rows
+    assert float(start["second start s"]) < float(start["no cache s"])
+    assert int(call["arrays"]) > 100
+    assert 0 < float(call["us a step, 8 a call"]) < float(call["us a call"])
+
+
+def check_own_costs(rows: Rows) -> None:
+    assert [int(row["segments"]) for row in rows] == [5, 6]
+    assert all(float(row["plan ms"]) > 0 and int(row["kernels"]) > int(row["tensors"]) for row in rows)
+
+
 def check_soak(rows: Rows) -> None:
     assert [(row["equal"], row["lost"]) for row in rows] == [("1", "0")]
 
@@ -167,7 +179,7 @@ def check_benchmark_step(rows: Rows) -> None:
 CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
 CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes, check_scaling_forecast]
 CHECKS += [check_checkpoint_cost, check_soak, check_lr_range, check_input_pipeline]
-CHECKS += [check_benchmark_step]
+CHECKS += [check_benchmark_step, check_host_cost, check_own_costs]
 
 
 @pytest.mark.slow
