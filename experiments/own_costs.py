@@ -7,7 +7,6 @@ What the compiler takes is beside it. What is ours should grow as the number of 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 

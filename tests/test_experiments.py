@@ -151,6 +151,14 @@ def check_own_costs(rows: Rows) -> None:
     assert all(float(row["plan ms"]) > 0 and int(row["kernels"]) > int(row["tensors"]) for row in rows)
 
 
+def check_step_traffic(rows: Rows) -> None:
+    parts = {row["part"]: (float(row["least GB"]), float(row["compiled GB"])) for row in rows}
+    least, compiled = parts["all"]
+    assert least < compiled < 1.5 * least  # eight images; the parameters are most of it
+    least, compiled = parts["stem"]
+    assert compiled == pytest.approx(least, rel=0.1)
+
+
 def check_soak(rows: Rows) -> None:
     assert [(row["equal"], row["lost"]) for row in rows] == [("1", "0")]
 
@@ -179,7 +187,7 @@ def check_benchmark_step(rows: Rows) -> None:
 CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
 CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes, check_scaling_forecast]
 CHECKS += [check_checkpoint_cost, check_soak, check_lr_range, check_input_pipeline]
-CHECKS += [check_benchmark_step, check_host_cost, check_own_costs]
+CHECKS += [check_benchmark_step, check_host_cost, check_own_costs, check_step_traffic]
 
 
 @pytest.mark.slow
