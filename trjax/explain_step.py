@@ -16,7 +16,6 @@ from trjax.compilation import lower_step, needed_bytes
 from trjax.compiled import Compiled, compile_lowered
 from trjax.config import Config
 from trjax.cost import Topology, make_machine, parse_topology
-from trjax.figures import draw_timeline
 from trjax.forms import conv_order_of
 from trjax.memory import device_bytes, require_device
 from trjax.mesh import make_mesh, make_topology_mesh, parse_devices, split_batch, start_platform
@@ -188,6 +187,8 @@ def _write(options: StepOptions, title: str, compiled: Compiled, found: Audit) -
         }
         Path(options.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if options.figure:
+        from trjax.figures import draw_timeline  # and matplotlib: half a second, which every start would take
+
         draw_timeline(options.figure, title, found.timeline)
 
 
