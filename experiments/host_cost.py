@@ -36,7 +36,7 @@ MODELS = {
 }
 """Options of the runs that are started."""
 WAYS = {"no cache": ["--no-keep-compiled"], "first start": [], "second start": []}
-SEVERAL = 8
+ONE_EPOCH = ["--global-batch", "32", "--devices", "0", "--epochs", "1", "--log-every", "1"]
 
 
 @dataclass(frozen=True)
@@ -56,29 +56,19 @@ class Options:
 def start(model: str, way: str, folder: Path) -> float:
     """Returns the seconds from the command to the first step of a new run in a folder."""
     workdir = folder / way.replace(" ", "-")
-    options = [
-        *MODELS[model],
-        *WAYS[way],
-        "--global-batch",
-        "32",
-        "--devices",
-        "0",
-        "--epochs",
-        "1",
-        "--log-every",
-        "1",
-    ]
+    options = [*MODELS[model], *WAYS[way], *ONE_EPOCH, "--workdir", str(workdir)]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    began = time.perf_counter()
-    run = subprocess.Popen([sys.executable, "-m", "trjax.train", *options, "--workdir", str(workdir)],
-                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)  # fmt: skip
-    records = workdir / "metrics.jsonl"
-    while not (records.is_file() and records.stat().st_size) and run.poll() is None:
-        time.sleep(0.01)
-    seconds = time.perf_counter() - began
-    _, said = run.communicate()
+    records, errors = workdir / "metrics.jsonl", folder / "errors"
+    with errors.open("w") as said:
+        began = time.perf_counter()
+        run = subprocess.Popen([sys.executable, "-m", "trjax.train", *options],
+                               stdout=subprocess.DEVNULL, stderr=said, env=environment)  # fmt: skip
+        while not (records.is_file() and records.stat().st_size) and run.poll() is None:
+            time.sleep(0.01)
+        seconds = time.perf_counter() - began
+        run.wait()
     if run.returncode:
-        raise ValueError(f"{model}: {said.decode().strip()}")
+        raise ValueError(f"{model}: {errors.read_text().strip()}")
     return seconds
 
 
@@ -124,7 +114,7 @@ def measure_dispatch(devices: int) -> dict[str, Any]:
         micros.append(1e6 * (time.perf_counter() - began))
     call = float(np.median(micros[50:]))
     return {"what": f"a call, {devices} device{'s' if devices > 1 else ''}", "arrays": len(jax.tree.leaves(state)),
-            "us a call": round(call), f"us a step, {SEVERAL} a call": round(call / SEVERAL)}  # fmt: skip
+            "us a call": round(call)}  # fmt: skip
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -70,6 +70,36 @@ def test_gradients_equal_those_that_jax_derives() -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_a_rectified_one_is_followed_by_relu_gradients_and_ties_included() -> None:
+    x, cotangent = noise_block(4, 8)[0], jnp.asarray(noise_block(5, 8)[0])
+    x[..., 1] = 3.0  # a channel of one value: with bias 0 it becomes 0, where ReLU has no slope
+    mask = np.array([1, 1, 0, 1, 1, 1, 0, 1], np.float32)
+    cotangent *= mask.reshape(-1, 1, 1, 1)
+
+    def loss(rectified: bool, x: Any, scale: Any, bias: Any) -> jax.Array:
+        variables = {
+            "params": {"scale": scale, "bias": bias},
+            "batch_stats": {"running_mean": jnp.full(3, 3.0), "running_var": jnp.full(3, 2.0)},
+        }
+        y, _ = BatchNorm().apply(
+            variables, x, train=True, mask=jnp.asarray(mask), rectified=rectified, mutable=["batch_stats"]
+        )
+        return ((y if rectified else nn.relu(y)) * cotangent).sum()
+
+    arguments = jnp.asarray(x), jnp.array([0.5, 1.0, -2.0]), jnp.array([0.1, 0.0, 0.3])
+    for mine, theirs in zip(
+        *(jax.grad(partial(loss, one), (0, 1, 2))(*arguments) for one in (True, False)), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert loss(True, *arguments) == loss(False, *arguments)
+
+
+def test_a_kernel_is_for_training_alone() -> None:
+    x = jnp.ones((2, 3, 3, 4))
+    with pytest.raises(ValueError, match="kernel: in training alone"):
+        BatchNorm().init(jax.random.key(0), x, train=False, mask=jnp.ones(2), kernel=jnp.ones((4, 8)))
+
+
 @pytest.mark.parametrize("real", [1, 2, 5])
 def test_padding_does_not_count(real: int) -> None:
     x = noise_block(1, 8)[0]

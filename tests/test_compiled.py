@@ -60,7 +60,9 @@ def test_reads_the_step_of_the_devices_here() -> None:
     # Three products for each convolution (the first has no input gradient) and for the classifier, 12 images a device.
     forward = {"stem": 64 * 4 * 27, "shortcut": 16 * 8 * 4, "layer1": 16 * 8 * 36, "layer2": 16 * 8 * 72, "head": 80}
     # The strided one's input gradient is computed with the zeros between its pixels, on the CPU: four times as much.
-    assert flops == 2 * 12 * (3 * sum(forward.values()) - forward["stem"] + 3 * forward["layer1"])
+    # The shortcut expands 4 channels to 8: two products of its input's channels, 4 x 4, and two with its kernel.
+    extra = 2 * (2 * 12 * 16 * 4 * 4) + 2 * (2 * 4 * 4 * 8)
+    assert flops == 2 * 12 * (3 * sum(forward.values()) - forward["stem"] + 3 * forward["layer1"]) + extra
 
 
 def test_what_was_compiled_before_is_compiled_again_to_be_read() -> None:

@@ -34,7 +34,7 @@ def test_physical_order_is_the_platforms(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.fast
 def test_slow_link_takes_more_groups_and_says_what_they_save(capsys: pytest.CaptureFixture[str]) -> None:
-    slow = ["--topology", "64x1", "--link-gbytes", "10", "--global-batch", "16384", "--reducer", "auto"]
+    slow = ["--topology", "64x1", "--link-gbytes", "12.5", "--global-batch", "16384", "--reducer", "auto"]
     assert main(["plan", "--preset", "imagenet-resnet50", *slow]) == 0
     out = capsys.readouterr().out
     assert "in 4 groups" in out

@@ -47,19 +47,20 @@ def test_compiled_programs_are_kept_beside_runs() -> None:
     assert hits == []
     second, hits = train_anew("runs/two")
     assert len(hits) >= len(kept)
-    assert sorted(Path("runs/.trjax-cache").iterdir()) == kept
+    assert set(kept) <= set(Path("runs/.trjax-cache").iterdir())
     assert (second.step, second.best) == (first.step, first.best)
     for path in kept:  # a process that was killed while it wrote
         path.write_bytes(path.read_bytes()[:100])
     with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
         third, _ = train_anew("runs/three")
     assert third.best == first.best
+    assert jax.config.values["jax_compilation_cache_dir"] is None  # as it was
+    train_anew("off/run", keep_compiled=False)
+    assert [path.name for path in Path("off").iterdir()] == ["run"]
 
 
 @pytest.mark.usefixtures("no_cache_of_its_own")
-def test_no_programs_are_kept_unasked(capsys: pytest.CaptureFixture[str]) -> None:
-    train_anew("off/run", keep_compiled=False)
-    assert [path.name for path in Path("off").iterdir()] == ["run"]
+def test_where_programs_cannot_be_kept_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     Path("full").mkdir()
     Path("full/.trjax-cache").write_text("a file, where a folder is to be")
     summary, _ = train_anew("full/run")
@@ -70,6 +71,14 @@ def test_no_programs_are_kept_unasked(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_cache_that_jax_has_is_left_alone() -> None:
     given = jax.config.values["jax_compilation_cache_dir"]
     assert given  # by conftest
-    keep_compiled(Path("runs"))
-    assert jax.config.values["jax_compilation_cache_dir"] == given
+    with keep_compiled(Path("runs")):
+        assert jax.config.values["jax_compilation_cache_dir"] == given
     assert not Path("runs").exists()
+
+
+@pytest.mark.usefixtures("no_cache_of_its_own")
+def test_what_somebody_else_has_made_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("runs/.trjax-cache").mkdir(parents=True)
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="is not this user's"), keep_compiled(Path("runs")):
+        pass

@@ -66,9 +66,17 @@ def test_memory_falls_and_time_rises() -> None:
     assert flops[2] == pytest.approx(flops[1], rel=0.01)
 
 
-@pytest.mark.parametrize("freeze", [(), ("stem/*", "stage1_block1/*")])
-def test_moments_are_shared_once_more(freeze: tuple[str, ...]) -> None:
-    _, wrong = compiled_for_two("block", "resnet8", bn="sync", freeze=freeze)
+@pytest.mark.parametrize(
+    ("remat", "arch", "freeze"),
+    [
+        ("block", "resnet8", ()),
+        ("block", "resnet8", ("stem/*", "stage1_block1/*")),
+        ("block", "resnet8", ("stem/*", "stage1_block1/layer1/*")),  # recomputed with the block, and asked for nothing
+        ("stage", "resnet14", ("stem/*", "stage1_block1/*")),
+    ],
+)
+def test_moments_are_shared_once_more(remat: Remat, arch: str, freeze: tuple[str, ...]) -> None:
+    _, wrong = compiled_for_two(remat, arch, bn="sync", freeze=freeze)
     assert [text for text in wrong if text.startswith(("collectives", "others"))] == []
 
 

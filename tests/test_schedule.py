@@ -54,9 +54,9 @@ def test_resnet50_on_eight_h100() -> None:
     summary = found.summary
     assert (summary.all_reduces, summary.blocking, summary.gather_copy_bytes) == (2, 0, 0)
     assert summary.exposed_ms <= HIDDEN_MS
-    assert summary.transposes <= 36
+    assert summary.transposes <= 36  # bfloat16 copies of 1x1 kernels
     assert summary.gradient_transposes == 0
-    assert summary.kernels <= 900  # 871 were seen
+    assert summary.kernels <= 900  # 871 were seen: products of channels are small kernels, in place of large passes
     assert summary.launches == 0  # all of it in one CUDA graph
     assert summary.temp_bytes < 7.6e9
     assert summary.hbm_bytes_per_image < 0.285e9
@@ -70,6 +70,7 @@ def test_resnet50_on_eight_h100() -> None:
 
 @pytest.mark.target
 def test_resnet50_hides_behind_a_slow_link_with_groups_chosen_for_it() -> None:
+    # 17 ms of communication and 21 of backward; at 10 GB/s it is 21, and no choice of groups hides all of that
     found = audited(topology="64x1", reducer="auto", link_gbytes=12.5)
     assert_ok(found)
     assert len(found.collectives) == 4

@@ -510,7 +510,7 @@ def test_a_device_that_runs_out_of_memory_says_what_it_takes(
     assert re.search(
         r"out of memory: the step needs 0\.\d\d GB on each device, which has \d+\.\d\d GB; use a smaller", error
     )
-    assert "--accumulate, or --reducer zero1" in error
+    assert "--accumulate, --remat stage, or --reducer zero1" in error
     monkeypatch.setattr(train_module, "compile_program", full)
     assert main([*TINY, "--epochs", "1", "--workdir", "run"]) == 1
     assert re.search(

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, Literal
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import optax
 
 from trjax import collectives
-from trjax.chain import Chain, apply_segment
+from trjax.chain import Chain, apply_segment, list_spans
 from trjax.collectives import Launch
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
@@ -80,17 +79,6 @@ def score(
     return loss, jax.lax.stop_gradient(jnp.stack([loss, *counts]))
 
 
-def _spans(chain: Chain, remat: str) -> list[tuple[str, ...]]:
-    """Returns the segments that have one pullback together: each alone, or those of a stage.
-
-    >>> _spans(dict.fromkeys(["stem", "stage1_block1", "stage1_block2", "head"]), "stage")
-    [('stem',), ('stage1_block1', 'stage1_block2'), ('head',)]
-    """
-    if remat != "stage":
-        return [(segment,) for segment in chain]
-    return [tuple(names) for _, names in groupby(chain, lambda segment: segment.rpartition("_")[0] or segment)]
-
-
 def _forward(
     chain: Chain, params: Any, frozen: Leaves, batch_stats: Any, keys: Mapping[str, jax.Array], mask: jax.Array,
     trained: Mapping[str, Leaves], x: jax.Array,
@@ -132,7 +120,7 @@ def _differentiate(
     forward = partial(_forward, recipe.chain, params, frozen, batch_stats, keys, block.mask)
     kept = forward if recipe.remat == "none" else jax.checkpoint(forward)
     x = inputs.images
-    for span in _spans(recipe.chain, recipe.remat):
+    for span in list_spans(recipe.chain, recipe.remat):
         own = {segment: trained[segment] for segment in span}
         if pullbacks or any(own.values()):
             x, pullbacks[span], stats = jax.vjp(kept, own, x, has_aux=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
 
-from trjax.moments import EPSILON, Reduce, expand, normalise, per_channel
+from trjax.moments import EPSILON, Reduce, expand, normalise, per_channel, rectify
 
 
 class BatchNorm(nn.Module):
@@ -45,11 +45,16 @@ class BatchNorm(nn.Module):
             kernel: of a 1x1 convolution that `x`, images, still lacks, shape (channels, features); training only.
             precision: of its products.
             rectified: what is negative in the result becomes 0.
+
+        Raises:
+            ValueError: a kernel without `train`.
         """
+        if kernel is not None and not train:
+            raise ValueError("kernel: in training alone; otherwise convolve first")
         shape = (x.shape[-1] if kernel is None else kernel.shape[-1],)
         scale = self.param("scale", self.scale_init, shape, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
-        x32, factor, offset = x.astype(jnp.float32), scale, bias
+        x32, factor = x.astype(jnp.float32), scale
         if train or self.is_initializing() or self.has_variable("batch_stats", "running_mean"):
             running_mean = self.variable("batch_stats", "running_mean", jnp.zeros, shape)
             running_var = self.variable("batch_stats", "running_var", jnp.ones, shape)
@@ -60,14 +65,14 @@ class BatchNorm(nn.Module):
                     y, mean, var = normalise(self.reduce_moments, rectified, x, *values)
                 else:
                     y, mean, var = expand(self.reduce_moments, precision, x, kernel, *values)
-                    y = nn.relu(y) if rectified else y
+                    y = rectify(y) if rectified else y
                 running_mean.value += (1 - self.momentum) * (mean - running_mean.value)
                 running_var.value += (1 - self.momentum) * (var - running_var.value)
                 return y
             factor = scale * jax.lax.rsqrt(var + EPSILON)
             x32 -= per_channel(mean, x)
-        y = (x32 * per_channel(factor, x) + per_channel(offset, x)).astype(x.dtype)
-        return nn.relu(y) if rectified else y
+        y = (x32 * per_channel(factor, x) + per_channel(bias, x)).astype(x.dtype)
+        return rectify(y) if rectified else y
 
 
 def fold_batchnorm(params: Any, batch_stats: Any) -> tuple[Any, Any]:

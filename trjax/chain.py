@@ -5,7 +5,8 @@ A module of a chain is called as `module(x, train=..., mask=..., keys=...)`, whe
 `params` and running statistics in `batch_stats`. Nothing else is asked of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 import flax.linen as nn
@@ -44,6 +45,21 @@ def apply_segment(
     mutable = ["batch_stats"] if train else []
     y, changed = module.apply(variables, x, train=train, mask=mask, keys=keys, mutable=mutable)
     return y, changed.get("batch_stats", batch_stats)
+
+
+def list_spans(segments: Iterable[str], remat: str) -> list[tuple[str, ...]]:
+    """Returns the segments that have one pullback together: each alone, or those of a stage.
+
+    Args:
+        segments: names, in forward order.
+        remat: see `backward.Recipe`.
+
+    >>> list_spans(["stem", "stage1_block1", "stage1_block2", "head"], "stage")
+    [('stem',), ('stage1_block1', 'stage1_block2'), ('head',)]
+    """
+    if remat != "stage":
+        return [(segment,) for segment in segments]
+    return [tuple(names) for _, names in groupby(segments, lambda segment: segment.rpartition("_")[0] or segment)]
 
 
 def init_chain(chain: Chain, key: jax.Array, image_shape: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -77,7 +77,8 @@ class Config:
     """Micro-batches of a step, one after the other: the memory of one, one sum over the devices for all."""
     remat: Literal["none", "stage", "block"] = "none"
     """Compute the inside of every stage or residual block again in the backward, in place of keeping it: memory for
-    time; explain step has both."""
+    time; explain step has both. Of a chain of one's own, a block is a segment, and a stage those in a row whose names
+    are the same up to the last underscore."""
     freeze: tuple[str, ...] = ()
     """Parameters that stay as they are: kinds of region (G_FIRST_CONV) or patterns of names (stage1*/conv*)."""
     last_batch: Literal["pad", "drop"] = "pad"
@@ -111,8 +112,8 @@ class Config:
     profile_steps: str = ""
     """First and last step of a profile, 20:25 for instance: printed, and kept in profile/ in the run's folder."""
     keep_compiled: bool = True
-    """Keep compiled programs in .trjax-cache beside the run's folder, so that a second start need not compile; where
-    JAX has a cache (JAX_COMPILATION_CACHE_DIR), that one is used."""
+    """Keep compiled programs in .trjax-cache beside the run's folder, so that a second start need not compile (of one
+    process alone); where JAX has a cache (JAX_COMPILATION_CACHE_DIR), that one is used."""
     tensorboard: bool = False
     """Write the records for TensorBoard too, to tensorboard/ in the run's folder."""
     log_every: int = 50

@@ -1,5 +1,6 @@
 """Compile options by platform: one place, probed once, the same for `trjax.train` and `trjax.explain`."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,35 +82,49 @@ CACHE = ".trjax-cache"
 """Folder of compiled programs, beside those of runs."""
 
 
-def keep_compiled(runs: Path) -> None:
-    """Has JAX keep compiled programs beside runs, for the next that needs the same; a cache that it has is left.
+@contextmanager
+def _jax_options(**values: Any) -> Iterator[None]:
+    """Gives options of JAX other values for a while."""
+    before = {name: jax.config.values[name] for name in values}
+    try:
+        for name, value in values.items():
+            jax.config.update(name, value)
+        reset_cache()  # JAX asks only once whether there is one, and where
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
+
+
+@contextmanager
+def keep_compiled(runs: Path) -> Iterator[None]:
+    """Has JAX keep compiled programs beside runs for a while, for the next that needs the same.
+
+    A cache that JAX has been given is left. Code is run from there, so the folder must be this user's own.
 
     Args:
         runs: the folder of the runs' folders.
 
     Raises:
-        OSError: it cannot be written to.
+        OSError: it cannot be made, or written to, or is somebody else's.
     """
-    given = jax.config.values["jax_compilation_cache_dir"]
-    if given and Path(given).name != CACHE:
+    if jax.config.values["jax_compilation_cache_dir"]:
+        yield
         return
-    (runs / CACHE).mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str((runs / CACHE).absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    reset_cache()  # JAX asks only once where it is
+    folder = runs / CACHE
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK) or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not this user's to write to")
+    with _jax_options(jax_compilation_cache_dir=str(folder.absolute()), jax_persistent_cache_min_compile_time_secs=0.1):
+        yield
 
 
 @contextmanager
 def without_cache() -> Iterator[None]:
     """Keeps JAX's compilation cache out: what it returns was not dumped, and for absent devices it cannot be read."""
-    enabled = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()  # JAX asks only once whether there is one
-    try:
+    with _jax_options(jax_enable_compilation_cache=False):
         yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        reset_cache()
 
 
 @cache

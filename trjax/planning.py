@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from trjax.buckets import ITEM_BYTES, Kind, at_launches, find_frozen, natural
-from trjax.chain import Chain
+from trjax.chain import Chain, list_spans
 from trjax.collectives import all_reduce
 from trjax.config import Config, Reducing
 from trjax.cost import Machine, Topology, make_machine
@@ -153,11 +153,14 @@ def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
     reducer = make_reducer(config)
     groups = Counter((group.name, *call) for group in plan.groups for call in reducer.calls(group, topology))
     others: Counter[int] = Counter()
+    spans = list_spans(plan.segments, config.remat)
+    lowest = next(at for at, span in enumerate(spans) if plan.groups[-1].launch_after in span)
+    pulled = {segment for span in spans[lowest:] for segment in span}  # through which the backward goes
     for region in plan.regions:
         if config.bn == "sync" and region.kind is Kind.B_NEXT_MEAN:
             moments_bytes = 2 * ITEM_BYTES * region.size_elements
             through = _has_backward(plan, region.name)
-            again = config.remat != "none" and (through or region.name.replace("running_mean", "scale") in plan.trained)
+            again = config.remat != "none" and region.name.partition("/")[0] in pulled
             others[moments_bytes + ITEM_BYTES] += config.accumulate * (1 + again)  # with the count
             others[moments_bytes] += config.accumulate * through
     if reducer.sharded and config.optim.clip_norm:

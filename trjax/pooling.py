@@ -1,6 +1,6 @@
 """What makes images smaller: max-pooling, and the blur that keeps strides from aliasing.
 
-Sources: Zhang, "Making Convolutional Networks Shift-Invariant Again", 2019 (blur).
+Source of the blur: Zhang, "Making Convolutional Networks Shift-Invariant Again", 2019.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,7 @@ def blur(x: jax.Array) -> jax.Array:
 
 def _places(stride: int, x: jax.Array) -> Iterator[jax.Array]:
     """Yields the pixels at each place of the windows, row by row."""
-    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-    padded = jnp.pad(x, ((0, 0), (_PAD, _PAD), (_PAD, _PAD), (0, 0)), constant_values=lowest)
+    padded = jnp.pad(x, ((0, 0), (_PAD, _PAD), (_PAD, _PAD), (0, 0)), constant_values=-jnp.inf)
     height, width = padded.shape[1:3]
     for row, column in np.ndindex(_SIDE, _SIDE):
         stop = (len(x), height - _SIDE + row + 1, width - _SIDE + column + 1, x.shape[-1])
@@ -39,11 +38,12 @@ def _places(stride: int, x: jax.Array) -> Iterator[jax.Array]:
 def max_pool(x: jax.Array, stride: int) -> jax.Array:
     """Returns the maxima of windows of 3x3 around every `stride`-th pixel; beyond the edges is nothing.
 
-    The gradient goes to the first of equal pixels, in the order of rows. Each pixel gathers it from the windows that
-    it is in, which remember the place of their maximum in a byte: nothing is scattered, and the sum has one order.
+    The gradient goes to the first of equal pixels, in the order of rows, as XLA's and cuDNN's does. Each pixel gathers
+    it from the windows that it is in, which remember the place of their maximum in a byte: nothing is scattered, and
+    the sum has one order.
 
     Args:
-        x: images, shape (examples, height, width, channels).
+        x: images of a floating type, shape (examples, height, width, channels).
         stride: between windows.
     """
     return _max_pool_forward(x, stride)[0]

@@ -17,32 +17,13 @@ import jax.numpy as jnp
 from trjax.batchnorm import BatchNorm
 from trjax.convolution import convolve
 from trjax.keys import keep_or_drop
-from trjax.moments import pays
+from trjax.moments import pays, rectify
 from trjax.pooling import blur, max_pool
 
 Stem = Literal["imagenet", "cifar"]
 Reduce = Callable[[jax.Array], jax.Array] | None
 
 _conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-
-
-@jax.custom_vjp
-def rectify(x: jax.Array) -> jax.Array:
-    """Returns `x`, and 0 where it is negative; the gradient asks the result, so that `x` need not be kept."""
-    return jnp.maximum(x, 0)
-
-
-def _rectify_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    y = rectify(x)
-    return y, y
-
-
-def _rectify_backward(y: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    # Behind the barrier the compiler does not see that it could ask `x`, and then keep that.
-    return (jnp.where(jax.lax.optimization_barrier(y) > 0, dy, 0),)
-
-
-rectify.defvjp(_rectify_forward, _rectify_backward)
 
 
 class ConvNorm(nn.Module):
@@ -79,7 +60,9 @@ class ConvNorm(nn.Module):
         scale_init = nn.initializers.zeros if self.zero_scale else nn.initializers.ones
         norm = BatchNorm(scale_init=scale_init, reduce_moments=self.reduce_moments, name="norm")
         strided = x[:, :: self.stride, :: self.stride]
-        if train and self.kernel == 1 and pays(strided.shape, self.features):
+        # Products of channels that are as small as gradients vanish in float16.
+        fits = self.kernel == 1 and self.dtype != jnp.float16 and pays(strided.shape, self.features)
+        if train and fits and not self.is_initializing():
             pointwise: jax.Array = self.get_variable("params", "conv")["kernel"][0, 0]
             x = strided.astype(self.dtype)
             return norm(x, train=True, mask=mask, kernel=pointwise, precision=precision, rectified=self.rectified)

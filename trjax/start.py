@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -159,12 +159,16 @@ def _first_state(
     return forms.load(decode(broadcast(data), forms.saved_shape, where)), max(step, 0), evaluated
 
 
-def _keep_compiled(config: Config, workdir: Path, warn: Callable[[str], None]) -> None:
-    """Keeps compiled programs beside the run's folder, if that can be."""
-    if not config.keep_compiled:
+def _keep_compiled(config: Config, workdir: Path, leaving: ExitStack, warn: Callable[[str], None]) -> None:
+    """Keeps compiled programs beside the run's folder until `leaving`, if that can be.
+
+    Not with several processes: JAX writes from the first alone, and those that load and those that compile would wait
+    for each other.
+    """
+    if not config.keep_compiled or jax.process_count() > 1:
         return
     try:
-        keep_compiled(workdir.parent)
+        leaving.enter_context(keep_compiled(workdir.resolve().parent))
     except OSError as error:
         warn(f"compiled programs are not kept: {error}")
 
@@ -196,7 +200,6 @@ def start_run(
     require_same("plan", {"the plan": plan, "training and test examples": sizes, "devices": jax.local_device_count()})
     if process_index():
         workdir = Path(exchange("workdir", "")[0])
-        _keep_compiled(config, Path(config.workdir or workdir), warn)
         yield Start(workdir, program, train_source, test_source, None, *_first_state(program, None, "", None, warn))
         return
     weights = _read_weights(config)  # before there is a folder: what cannot be read leaves none
@@ -204,10 +207,11 @@ def start_run(
     with (
         lock_workdir(workdir),
         closing(_open_checkpoints(config, workdir, program.steps_per_epoch, warn)) as checkpoints,
+        ExitStack() as leaving,
     ):
         write_config(config, workdir)
         exchange("workdir", str(workdir))
-        _keep_compiled(config, workdir, warn)
+        _keep_compiled(config, workdir, leaving, warn)
         state, step, evaluated = _first_state(program, checkpoints, config.init_from, weights, warn)
         if aside := trim_metrics(workdir / "metrics.jsonl", step):
             warn(f"metrics.jsonl held more than the records of a run; all of it is kept as {aside}")
