@@ -154,7 +154,7 @@ def check_own_costs(rows: Rows) -> None:
 def check_step_traffic(rows: Rows) -> None:
     parts = {row["part"]: (float(row["least GB"]), float(row["compiled GB"])) for row in rows}
     least, compiled = parts["all"]
-    assert least < compiled < 1.5 * least  # eight images; the parameters are most of it
+    assert least < compiled < 1.7 * least  # with eight images BatchNorm is not computed from moments everywhere
     least, compiled = parts["stem"]
     assert compiled == pytest.approx(least, rel=0.1)
 
