@@ -20,10 +20,9 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, save_axes, write_rows
+from serve_step import place_inputs
 
-from trjax.data.batches import train_batches
-from trjax.data.sources import load
-from trjax.mesh import REPLICATED, make_mesh, place, start_platform
+from trjax.mesh import make_mesh, start_platform
 from trjax.presets import parse_config
 from trjax.program import make_program
 
@@ -94,23 +93,19 @@ def measure_dispatch(devices: int) -> dict[str, Any]:
     config = parse_config([*MODELS["ResNet-20"], "--devices", f"0-{devices - 1}", "--global-batch", "32"], "", "")
     mesh = make_mesh(config.devices)
     program = make_program(config, mesh)
-    source, _ = load(config.data, config.seed)
-    batch = program.place_train(
-        next(train_batches(source, config.global_batch, 0, 0, 1, config.last_batch, program.rows))
-    )
-    votes, rates = program.votes(False), place(mesh, REPLICATED, np.zeros(program.num_steps, np.float32))
+    inputs = *place_inputs(config, program), program.votes(False)
     formats = program.forms.formats
     nothing = jax.jit(
         lambda state, batch, rates, votes: (state, rates),
-        in_shardings=(formats, *(jax.tree.map(lambda leaf: leaf.sharding, own) for own in (batch, rates, votes))),
-        out_shardings=(formats, rates.sharding),
+        in_shardings=(formats, *(jax.tree.map(lambda leaf: leaf.sharding, own) for own in inputs)),
+        out_shardings=(formats, inputs[1].sharding),
         donate_argnums=0,
     )
-    step, state, micros = nothing.lower(program.forms.shape, batch, rates, votes).compile(), program.init(), []
+    step, state, micros = nothing.lower(program.forms.shape, *inputs).compile(), program.init(), []
     for _ in range(300):
         jax.block_until_ready(state)
         began = time.perf_counter()
-        state, _ = step(state, batch, rates, votes)
+        state, _ = step(state, *inputs)
         micros.append(1e6 * (time.perf_counter() - began))
     call = float(np.median(micros[50:]))
     return {"what": f"a call, {devices} device{'s' if devices > 1 else ''}", "arrays": len(jax.tree.leaves(state)),

@@ -13,11 +13,20 @@ import numpy as np
 from compare_programs import use_ordinary_step
 
 from trjax.compilation import lower_step
+from trjax.config import Config
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import REPLICATED, make_mesh, place, start_platform
 from trjax.presets import parse_config
-from trjax.program import make_program
+from trjax.program import Program, make_program
+
+
+def place_inputs(config: Config, program: Program) -> tuple[Any, Any]:
+    """Returns the first batch of a run, and learning rates of 0.01, on the program's devices."""
+    source, _ = load(config.data, config.seed)
+    batch = next(train_batches(source, config.global_batch, config.seed, 0, 1, config.last_batch, program.rows))
+    rates = place(program.mesh, REPLICATED, np.full(program.num_steps, 0.01, np.float32))
+    return program.place_train(batch), rates
 
 
 def serve(way: str, options: Sequence[str]) -> None:
@@ -33,9 +42,7 @@ def serve(way: str, options: Sequence[str]) -> None:
     program = make_program(config, mesh)
     if way != "trjax":
         program = use_ordinary_step(config, program, way)  # type: ignore[arg-type]
-    source, _ = load(config.data, config.seed)
-    batch = next(train_batches(source, config.global_batch, config.seed, 0, 1, config.last_batch, program.rows))
-    placed, rates = program.place_train(batch), place(mesh, REPLICATED, np.full(program.num_steps, 0.01, np.float32))
+    placed, rates = place_inputs(config, program)
     step: Any = lower_step(program).compile()
     state = program.init()
     print(f"jax {jax.__version__}", flush=True)

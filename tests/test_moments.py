@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from trjax.batchnorm import BatchNorm
 from trjax.collectives import sum_moments
 from trjax.mesh import AXIS, make_mesh
-from trjax.moments import EPSILON, expand, pays
+from trjax.moments import EPSILON, Given, expand, pays
 from trjax.resnet import ConvNorm
 
 ROUNDING = 2e-5
@@ -37,7 +37,7 @@ def ways() -> tuple[Any, Any]:
         y, new = module.apply(variables, z, train=True, mask=mask, mutable=["batch_stats"])
         return y, new["batch_stats"]["running_mean"], new["batch_stats"]["running_var"]
 
-    return lambda reduce, *values: expand(reduce, None, *values), plain
+    return lambda reduce, *values: expand(reduce, None, *values[:4], Given(*values[4:])), plain
 
 
 def layer(seed: int, examples: int, mask: Any = None) -> list[jax.Array]:
@@ -52,7 +52,7 @@ def test_worked_by_hand() -> None:
     """Pixels 1, 2 and 3 times 2: mean 4, variance 8/3, unbiased 4."""
     x = jnp.array([1.0, 2, 3]).reshape(3, 1, 1, 1)
     one = jnp.ones(1)
-    y, mean, unbiased = expand(None, None, x, jnp.full((1, 1), 2.0), one, 0 * one, jnp.ones(3), 0 * one, one)
+    y, mean, unbiased = expand(None, None, x, jnp.full((1, 1), 2.0), one, 0 * one, Given(jnp.ones(3), 0 * one, one))
     np.testing.assert_allclose(y.ravel(), np.array([-2, 0, 2]) / np.sqrt(8 / 3 + EPSILON), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose([mean[0], unbiased[0]], [4, 4], rtol=1e-6)
 
@@ -141,7 +141,7 @@ def test_gradients_are_slopes() -> None:
     (cotangent,) = arrays(5, (4, 3, 4, FEATURES))
 
     def loss(*own: Any) -> jax.Array:
-        return (expand(None, None, *own, *values[4:])[0] * cotangent).sum()
+        return (expand(None, None, *own, Given(*values[4:]))[0] * cotangent).sum()
 
     ahead, step = arrays(6, *(leaf.shape for leaf in values[:4])), 1e-2
     there, back = (

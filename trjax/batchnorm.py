@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
 
-from trjax.moments import EPSILON, Reduce, expand, normalise, per_channel, rectify
+from trjax.moments import EPSILON, Given, Reduce, expand, normalise, per_channel, rectify
 
 
 class BatchNorm(nn.Module):
@@ -60,11 +60,11 @@ class BatchNorm(nn.Module):
             running_var = self.variable("batch_stats", "running_var", jnp.ones, shape)
             mean, var = running_mean.value, running_var.value
             if train:
-                values = (scale, bias, mask, mean, var)
+                given = Given(mask, mean, var)
                 if kernel is None:
-                    y, mean, var = normalise(self.reduce_moments, rectified, x, *values)
+                    y, mean, var = normalise(self.reduce_moments, rectified, x, scale, bias, given)
                 else:
-                    y, mean, var = expand(self.reduce_moments, precision, x, kernel, *values)
+                    y, mean, var = expand(self.reduce_moments, precision, x, kernel, scale, bias, given)
                     y = rectify(y) if rectified else y
                 running_mean.value += (1 - self.momentum) * (mean - running_mean.value)
                 running_var.value += (1 - self.momentum) * (var - running_var.value)

@@ -25,6 +25,20 @@ Result = tuple[jax.Array, jax.Array, jax.Array]
 """The normalised array, and the mean and unbiased variance of the real examples; the old ones if there are none."""
 
 
+class Given(NamedTuple):
+    """What normalising takes beside an array and its parameters, float32; none of it has a gradient.
+
+    Attributes:
+        mask: 1 for real examples, 0 for padding, shape (examples,).
+        mean: running mean, shape (channels,) of the result.
+        var: running variance, likewise.
+    """
+
+    mask: jax.Array
+    mean: jax.Array
+    var: jax.Array
+
+
 class Moments(NamedTuple):
     """What an array is normalised with, float32, shape (channels,), but for the count.
 
@@ -46,11 +60,20 @@ def per_channel(leaf: jax.Array, x: jax.Array) -> jax.Array:
     return leaf.reshape(*[1] * (x.ndim - 1), -1)
 
 
+def _per_example(leaf: jax.Array, x: jax.Array) -> jax.Array:
+    return leaf.reshape(-1, *[1] * (x.ndim - 1))
+
+
 def _sum_pair(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the sums over all dims but the last: in one pass, and one kernel that finishes both."""
     spatial = tuple(range(1, first.ndim - 1))
     sums = jnp.concatenate([first.sum(spatial), second.sum(spatial)], 1).sum(0)
     return sums[: first.shape[-1]], sums[first.shape[-1] :]
+
+
+def _count(given: Given, x: jax.Array) -> jax.Array:
+    """Returns the real values of a channel, shape (1,)."""
+    return given.mask.sum(keepdims=True) * math.prod(x.shape[1:-1])
 
 
 def _share(reduce_moments: Reduce | None, *vectors: jax.Array) -> list[jax.Array]:
@@ -61,9 +84,7 @@ def _share(reduce_moments: Reduce | None, *vectors: jax.Array) -> list[jax.Array
     return jnp.split(reduce_moments(jnp.concatenate(vectors)), ends[:-1])
 
 
-def _settle(
-    reduce_moments: Reduce | None, sums: tuple[jax.Array, ...], old_mean: jax.Array, old_var: jax.Array
-) -> Moments:
+def _settle(reduce_moments: Reduce | None, sums: tuple[jax.Array, ...], given: Given) -> Moments:
     """Returns the moments, from count and sums of what deviates from the old running mean and of its square.
 
     That mean is the same on all devices: the difference of squares then cancels little, and sums add up.
@@ -72,9 +93,9 @@ def _settle(
     safe_count, some = jnp.maximum(count, 1), count > 0
     shift = deviation / safe_count
     var = jnp.maximum(square / safe_count - shift**2, 0)
-    unbiased = jnp.where(some, var * (safe_count / jnp.maximum(count - 1, 1)), old_var)
-    inverse = lax.rsqrt(jnp.where(some, var, old_var) + EPSILON)
-    return Moments(old_mean + shift, unbiased, inverse, safe_count)
+    unbiased = jnp.where(some, var * (safe_count / jnp.maximum(count - 1, 1)), given.var)
+    inverse = lax.rsqrt(jnp.where(some, var, given.var) + EPSILON)
+    return Moments(given.mean + shift, unbiased, inverse, safe_count)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -84,9 +105,7 @@ def normalise(
     x: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
-    mask: jax.Array,
-    old_mean: jax.Array,
-    old_var: jax.Array,
+    given: Given,
 ) -> Result:
     """Normalises an array: one pass over it for the moments, one for the result; backward two with the cotangent.
 
@@ -96,11 +115,9 @@ def normalise(
         x: shape (examples, ..., channels).
         scale: float32, shape (channels,).
         bias: likewise.
-        mask: 1 for real examples, 0 for padding; float32, shape (examples,).
-        old_mean: running mean.
-        old_var: running variance.
+        given: mask and running statistics.
     """
-    return _normalise_forward(reduce_moments, rectified, x, scale, bias, mask, old_mean, old_var)[0]
+    return _normalise_forward(reduce_moments, rectified, x, scale, bias, given)[0]
 
 
 def _normalise_forward(
@@ -109,18 +126,15 @@ def _normalise_forward(
     x: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
-    mask: jax.Array,
-    old_mean: jax.Array,
-    old_var: jax.Array,
+    given: Given,
 ) -> tuple[Result, tuple[jax.Array, ...]]:
-    x32, weights = x.astype(jnp.float32), mask.reshape(-1, *[1] * (x.ndim - 1))
-    offset = x32 - per_channel(old_mean, x)
-    count = mask.sum(keepdims=True) * math.prod(x.shape[1:-1])
-    sums = _sum_pair(offset * weights, offset * offset * weights)
-    mean, unbiased, inverse, count = _settle(reduce_moments, (count, *sums), old_mean, old_var)
+    x32, weights = x.astype(jnp.float32), _per_example(given.mask, x)
+    offset = x32 - per_channel(given.mean, x)
+    sums = _count(given, x), *_sum_pair(offset * weights, offset * offset * weights)
+    mean, unbiased, inverse, count = _settle(reduce_moments, sums, given)
     y = (x32 - per_channel(mean, x)) * per_channel(inverse * scale, x) + per_channel(bias, x)
     y = jnp.maximum(y, 0) if rectified else y
-    return (y.astype(x.dtype), mean, unbiased), (x, scale, bias, mean, inverse, (mask / count).reshape(weights.shape))
+    return (y.astype(x.dtype), mean, unbiased), (x, scale, bias, mean, inverse, _per_example(given.mask / count, x))
 
 
 def _normalise_backward(
@@ -137,7 +151,7 @@ def _normalise_backward(
     total, total_moment = _share(reduce_moments, dbias, moment)
     through_statistics = per_channel(total, x) + centred * per_channel(total_moment * inverse**2, x)
     dx = (dy - share * through_statistics) * factor
-    return dx.astype(x.dtype), moment * inverse, dbias, None, None, None
+    return dx.astype(x.dtype), moment * inverse, dbias, None
 
 
 normalise.defvjp(_normalise_forward, _normalise_backward)
@@ -153,9 +167,8 @@ def _multiply(x: jax.Array, kernel: jax.Array, precision: Any) -> jax.Array:
 def _correlate(x: jax.Array, y: jax.Array, precision: Any) -> jax.Array:
     """Returns the sums over all pixels of products of channels: float32, shape (channels of x, channels of y)."""
     pixels = tuple(range(x.ndim - 1))
-    return lax.dot_general(
-        x, y, ((pixels, pixels), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )  # fmt: skip
+    dims = (pixels, pixels), ((), ())
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
@@ -185,79 +198,6 @@ _small = partial(jnp.dot, precision=lax.Precision.HIGHEST)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _expand(
-    reduce_moments: Reduce | None,
-    precision: Any,
-    x: jax.Array,
-    kernel: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    mask: jax.Array,
-    old_mean: jax.Array,
-    old_var: jax.Array,
-) -> Result:
-    return _expand_forward(reduce_moments, precision, x, kernel, scale, bias, mask, old_mean, old_var)[0]
-
-
-def _expand_forward(
-    reduce_moments: Reduce | None,
-    precision: Any,
-    x: jax.Array,
-    kernel: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    mask: jax.Array,
-    old_mean: jax.Array,
-    old_var: jax.Array,
-) -> tuple[Result, tuple[Any, ...]]:
-    count, total = mask.sum(keepdims=True) * math.prod(x.shape[1:-1]), _total(x)
-    centre = total / jnp.maximum(count, 1)
-    covariance = _correlate(x, x, lax.Precision.HIGHEST) - jnp.outer(total, centre)
-    products, shift = _small(covariance, kernel), (centre[:, None] * kernel).sum(0) - old_mean
-    sums = count, count * shift, (kernel * products).sum(0) + count * shift**2
-    moments = _settle(reduce_moments, sums, old_mean, old_var)
-    factor = moments.inverse * scale
-    weights = (kernel * factor[None]).astype(x.dtype)
-    # What is multiplied is rounded, and its mean is what must be taken off. The bias takes the images' type, or the
-    # compiler would not make it, the shortcut and ReLU part of the convolution.
-    offset = bias - (centre[:, None] * weights.astype(jnp.float32)).sum(0) + (shift + old_mean - moments.mean) * factor
-    y = _multiply(x, weights, precision) + per_channel(offset, x).astype(x.dtype)
-    saved = (x, kernel, scale, moments, total, products, shift + old_mean)
-    return (y, moments.mean, moments.unbiased), saved
-
-
-def _expand_backward(
-    reduce_moments: Reduce | None, precision: Any, saved: tuple[Any, ...], cotangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array | None, ...]:
-    """With z = x @ kernel, the gradient of z is a dy + b z + c, channel by channel; z need not be there for it."""
-    x, kernel, scale, moments, total, products, own_mean = saved
-    dy = cotangents[0]
-    correlation, dbias = _correlate(x, dy, precision), _total(dy)
-    moment = (kernel * correlation).sum(0) - moments.mean * dbias
-    by_mean, by_deviation = _share(reduce_moments, dbias, moment)
-    factor = moments.inverse * scale
-    constant = -factor * by_mean / moments.num_values
-    slope = -factor * moments.inverse**2 * by_deviation / moments.num_values
-    dkernel = correlation * factor[None] + products * slope[None]
-    dkernel += jnp.outer(total, constant + slope * (own_mean - moments.mean))
-    offset = (kernel * (constant - slope * moments.mean)[None]).sum(1)
-    through_statistics = _multiply(x, _small(kernel * slope[None], kernel.T), precision)
-    through_statistics += per_channel(offset, x).astype(x.dtype)
-    dx = _multiply(dy, (kernel * factor[None]).T, precision) + through_statistics
-    return dx, dkernel, moment * moments.inverse, dbias, None, None, None
-
-
-_expand.defvjp(_expand_forward, _expand_backward)
-
-
-def pays(shape: Sequence[int], features: int) -> bool:
-    """Tells whether `expand` is worth it for images of a shape: what it need not move is more than it computes.
-
-    There must be more features than channels, and many more pixels: products of channels take the place of images.
-    """
-    return features > shape[-1] and math.prod(shape[:-1]) >= 8 * shape[-1]
-
-
 def expand(
     reduce_moments: Reduce | None,
     precision: Any,
@@ -265,9 +205,7 @@ def expand(
     kernel: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
-    mask: jax.Array,
-    old_mean: jax.Array,
-    old_var: jax.Array,
+    given: Given,
 ) -> Result:
     """Convolves images with a 1x1 kernel and normalises the result, which itself is neither written nor read.
 
@@ -283,9 +221,66 @@ def expand(
         kernel: float32, shape (channels, features).
         scale: float32, shape (features,).
         bias: likewise.
-        mask: 1 for real examples, 0 for padding; float32, shape (examples,).
-        old_mean: running mean.
-        old_var: running variance.
+        given: mask and running statistics.
     """
-    real = x * mask.astype(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
-    return _expand(reduce_moments, precision, real, kernel, scale, bias, mask, old_mean, old_var)
+    return _expand_forward(reduce_moments, precision, x, kernel, scale, bias, given)[0]
+
+
+def _expand_forward(
+    reduce_moments: Reduce | None,
+    precision: Any,
+    x: jax.Array,
+    kernel: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    given: Given,
+) -> tuple[Result, tuple[Any, ...]]:
+    x = x * _per_example(given.mask, x).astype(x.dtype)
+    count, total = _count(given, x), _total(x)
+    centre = total / jnp.maximum(count, 1)
+    covariance = _correlate(x, x, lax.Precision.HIGHEST) - jnp.outer(total, centre)
+    products, own_mean = _small(covariance, kernel), (centre[:, None] * kernel).sum(0)
+    shift = own_mean - given.mean
+    sums = count, count * shift, (kernel * products).sum(0) + count * shift**2
+    moments = _settle(reduce_moments, sums, given)
+    factor = moments.inverse * scale
+    weights = (kernel * factor[None]).astype(x.dtype)
+    # What is multiplied is rounded, and its mean is what must be taken off. The bias takes the images' type, or the
+    # compiler would not make it, the shortcut and ReLU part of the convolution.
+    offset = bias - (centre[:, None] * weights.astype(jnp.float32)).sum(0) + (own_mean - moments.mean) * factor
+    y = _multiply(x, weights, precision) + per_channel(offset, x).astype(x.dtype)
+    saved = (x, kernel, scale, given.mask, moments, total, products, own_mean)
+    return (y, moments.mean, moments.unbiased), saved
+
+
+def _expand_backward(
+    reduce_moments: Reduce | None, precision: Any, saved: tuple[Any, ...], cotangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array | None, ...]:
+    """With z = x @ kernel, the gradient of z is a dy + b z + c, channel by channel; z need not be there for it."""
+    x, kernel, scale, mask, moments, total, products, own_mean = saved
+    dy = cotangents[0]
+    correlation, dbias = _correlate(x, dy, precision), _total(dy)
+    moment = (kernel * correlation).sum(0) - moments.mean * dbias
+    by_mean, by_deviation = _share(reduce_moments, dbias, moment)
+    factor = moments.inverse * scale
+    constant = -factor * by_mean / moments.num_values
+    slope = -factor * moments.inverse**2 * by_deviation / moments.num_values
+    dkernel = correlation * factor[None] + products * slope[None]
+    dkernel += jnp.outer(total, constant + slope * (own_mean - moments.mean))
+    offset = (kernel * (constant - slope * moments.mean)[None]).sum(1)
+    through_statistics = _multiply(x, _small(kernel * slope[None], kernel.T), precision)
+    through_statistics += per_channel(offset, x).astype(x.dtype)
+    dx = _multiply(dy, (kernel * factor[None]).T, precision) + through_statistics
+    dx *= _per_example(mask, x).astype(x.dtype)
+    return dx, dkernel, moment * moments.inverse, dbias, None
+
+
+expand.defvjp(_expand_forward, _expand_backward)
+
+
+def pays(shape: Sequence[int], features: int) -> bool:
+    """Tells whether `expand` is worth it for images of a shape: what it need not move is more than it computes.
+
+    There must be more features than channels, and many more pixels: products of channels take the place of images.
+    """
+    return features > shape[-1] and math.prod(shape[:-1]) >= 8 * shape[-1]

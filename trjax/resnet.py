@@ -59,12 +59,12 @@ class ConvNorm(nn.Module):
                        conv_general_dilated=convolve if train else None)  # fmt: skip
         scale_init = nn.initializers.zeros if self.zero_scale else nn.initializers.ones
         norm = BatchNorm(scale_init=scale_init, reduce_moments=self.reduce_moments, name="norm")
-        strided = x[:, :: self.stride, :: self.stride]
+        seen = (len(x), *(-(-side // self.stride) for side in x.shape[1:3]), x.shape[-1])
         # Products of channels that are as small as gradients vanish in float16.
-        fits = self.kernel == 1 and self.dtype != jnp.float16 and pays(strided.shape, self.features)
+        fits = self.kernel == 1 and self.dtype != jnp.float16 and pays(seen, self.features)
         if train and fits and not self.is_initializing():
             pointwise: jax.Array = self.get_variable("params", "conv")["kernel"][0, 0]
-            x = strided.astype(self.dtype)
+            x = x[:, :: self.stride, :: self.stride].astype(self.dtype)
             return norm(x, train=True, mask=mask, kernel=pointwise, precision=precision, rectified=self.rectified)
         return norm(conv(x), train=train, mask=mask, rectified=self.rectified)
 
