@@ -59,14 +59,18 @@ class ConvNorm(nn.Module):
                        conv_general_dilated=convolve if train else None)  # fmt: skip
         scale_init = nn.initializers.zeros if self.zero_scale else nn.initializers.ones
         norm = BatchNorm(scale_init=scale_init, reduce_moments=self.reduce_moments, name="norm")
-        seen = (len(x), *(-(-side // self.stride) for side in x.shape[1:3]), x.shape[-1])
-        # Products of channels that are as small as gradients vanish in float16.
-        fits = self.kernel == 1 and self.dtype != jnp.float16 and pays(seen, self.features)
-        if train and fits and not self.is_initializing():
+        if train and not self.is_initializing() and self._expands(x.shape):
             pointwise: jax.Array = self.get_variable("params", "conv")["kernel"][0, 0]
             x = x[:, :: self.stride, :: self.stride].astype(self.dtype)
             return norm(x, train=True, mask=mask, kernel=pointwise, precision=precision, rectified=self.rectified)
         return norm(conv(x), train=train, mask=mask, rectified=self.rectified)
+
+    def _expands(self, shape: tuple[int, ...]) -> bool:
+        """Tells whether training is to take the moments of an input of this shape and write no convolution's result."""
+        if self.kernel != 1 or self.dtype == jnp.float16:  # products of channels, small as gradients, vanish in float16
+            return False
+        height, width = (-(-side // self.stride) for side in shape[1:3])
+        return pays((shape[0], height, width, shape[3]), self.features)
 
 
 class StemSegment(nn.Module):
