@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
-from matplotlib.backend_bases import FigureCanvasBase
 
 from trjax.audit import Audit, audit
 from trjax.compilation import lower_step, needed_bytes
@@ -171,9 +170,12 @@ def _check_outputs(options: StepOptions) -> None:
             raise ValueError(f"{name}: its folder does not exist")
         if Path(name).is_dir() or not os.access(Path(name).parent, os.W_OK):
             raise ValueError(f"{name}: cannot be written")
-    endings = FigureCanvasBase.get_supported_filetypes()
-    if options.figure and Path(options.figure).suffix.removeprefix(".") not in endings:
-        raise ValueError(f"figure={options.figure}: its ending must be one of {', '.join(sorted(endings))}")
+    if options.figure:
+        from matplotlib.backend_bases import FigureCanvasBase  # half a second, which every start would take
+
+        endings = FigureCanvasBase.get_supported_filetypes()
+        if Path(options.figure).suffix.removeprefix(".") not in endings:
+            raise ValueError(f"figure={options.figure}: its ending must be one of {', '.join(sorted(endings))}")
 
 
 def _write(options: StepOptions, title: str, compiled: Compiled, found: Audit) -> None:
@@ -187,7 +189,7 @@ def _write(options: StepOptions, title: str, compiled: Compiled, found: Audit) -
         }
         Path(options.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if options.figure:
-        from trjax.figures import draw_timeline  # and matplotlib: half a second, which every start would take
+        from trjax.figures import draw_timeline  # and matplotlib
 
         draw_timeline(options.figure, title, found.timeline)
 

@@ -152,8 +152,10 @@ def make_learning_rates(optim: OptimConfig, epochs: int, steps_per_epoch: int, g
         after = optax.piecewise_constant_schedule(peak, drops)
     else:
         after = optax.constant_schedule(peak)
-    steps = jnp.arange(num_steps)
-    rates = jnp.broadcast_to(jnp.asarray(after(jnp.maximum(steps - warmup, 0)), jnp.float32), steps.shape)
-    if warmup:
-        rates = jnp.where(steps < warmup, peak * (steps + 1) / warmup, rates)
-    return np.asarray(rates, np.float32)
+
+    @jax.jit
+    def rate(step: jax.Array) -> jax.Array:
+        later = jnp.broadcast_to(jnp.asarray(after(jnp.maximum(step - warmup, 0)), jnp.float32), step.shape)
+        return jnp.where(step < warmup, peak * (step + 1) / warmup, later) if warmup else later
+
+    return np.asarray(rate(np.arange(num_steps, dtype=np.int32)), np.float32)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
 
 from trjax.data.batches import Batch
 from trjax.sections import DataConfig
@@ -49,6 +48,8 @@ def swap_neighbours(leaf: jax.Array) -> jax.Array:
 
 def _draw_beta(key: jax.Array, alpha: float) -> jax.Array:
     """Draws from Beta(alpha, alpha) by a table of its quantiles: no rejections, and so no loop on the device."""
+    import scipy.special  # a tenth of a second, which every start would take
+
     quantiles = scipy.special.betaincinv(alpha, alpha, np.linspace(0, 1, _QUANTILES))
     return jnp.interp(jax.random.uniform(key), jnp.linspace(0, 1, _QUANTILES), jnp.asarray(quantiles, jnp.float32))
 
