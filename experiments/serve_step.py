@@ -16,6 +16,7 @@ from trjax.compilation import lower_step
 from trjax.config import Config
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
+from trjax.memory import keep_freed
 from trjax.mesh import REPLICATED, make_mesh, place, start_platform
 from trjax.presets import parse_config
 from trjax.program import Program, make_program
@@ -38,6 +39,7 @@ def serve(way: str, options: Sequence[str]) -> None:
     """
     config = parse_config(options, "serve_step", "Train on one batch.")
     start_platform(config.platform, config.devices)
+    keep_freed()
     mesh = make_mesh(config.devices)
     program = make_program(config, mesh)
     if way != "trjax":

@@ -1,3 +1,6 @@
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +62,42 @@ def test_a_step_that_does_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(memory, "present_bytes", lambda: 10_000)
     _, problem = attempt(lambda: compile_program(program))
     assert problem.startswith("global_batch=24: needs 0.0 GB of memory on each of 2 cpu devices, which has 0.0; use a")
+
+
+FAULTS = """
+import ctypes, resource, sys, threading
+from trjax.memory import keep_freed
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+def use():
+    buffer = libc.malloc(64 << 20)
+    libc.memset(buffer, 1, 64 << 20)
+    libc.free(buffer)
+
+def count():
+    use()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    use()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+if "keep" in sys.argv:
+    keep_freed()
+worker = threading.Thread(target=count)
+worker.start()
+worker.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_what_is_freed_is_kept() -> None:
+    """A buffer of 64 MiB, used again by a thread, takes no new pages; by itself glibc gives it back."""
+    back, kept = (
+        int(subprocess.run([sys.executable, "-c", FAULTS, *how], capture_output=True, text=True, check=True).stdout)
+        for how in ([], ["keep"])
+    )
+    assert back > 30  # of huge pages
+    assert kept <= 2

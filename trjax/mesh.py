@@ -62,8 +62,8 @@ def parse_devices(spec: str) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str, nccl: Sequence[str] = ()) -> None:
-    """Selects the platform before JAX's first use, and on the CPU makes as many devices as named.
+def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str, nccl: Sequence[str] = ()) -> str:
+    """Selects the platform before JAX's first use, and on the CPU makes as many devices as named; returns its name.
 
     Without an NVIDIA driver the CUDA plugin is never asked, so that it does not log its failure. With one, room for
     the AllReduce buffers is set aside on every GPU, `XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB`.
@@ -97,6 +97,7 @@ def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str, nccl:
             if max(indices) >= _MAX_CPU_DEVICES:
                 raise ValueError(f"devices={devices!r}: the CPU can play {_MAX_CPU_DEVICES} devices at most")
             jax.config.update("jax_num_cpu_devices", max(indices) + 1)
+    return chosen
 
 
 def _mesh_over(devices: Sequence[jax.Device], hosts: int) -> Mesh:
