@@ -216,8 +216,9 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
         axes.barh(places, values[0], height, xerr=spread, color=colors[way], label=way, error_kw={"linewidth": 1})
         for place, value, most in zip(places, values[0], values[2], strict=True):
             axes.annotate(
-                f"{value:.2f}", (most, place), (4, 0), textcoords="offset points", va="center", fontsize="small"
-            )
+                f"{value:.2f}", (most, place), (4, 0), textcoords="offset points", va="center", fontsize="small",
+                bbox={"color": "white", "pad": 0.5},
+            )  # fmt: skip
     axes.axvline(REQUIRED, color="#d62728", linewidth=1.5, label="as fast")
     axes.set_yticks(
         range(len(cases)), [f"{name}\n{devices} device{'s' if devices > 1 else ''}" for name, devices in cases]
