@@ -5,7 +5,8 @@ it is. Every way has processes of its own, and they take turns: the others sleep
     trjax      two AllReduces, launched from within the backward
     pmean      `shard_map`, one `jax.grad` of the whole loss, a `pmean` for every gradient, as flax's examples have it
     automatic  `jit` with a split batch
-               (both with our model and its convolutions, and with the compiler's own options)
+               (both with our model and its convolutions, and with the compiler's own options; `automatic` normalises
+               with the statistics of the whole batch, the others with those of each device)
     DDP        PyTorch over gloo, channels last: one process a device; together they have a thread a core
 """
 

@@ -38,8 +38,8 @@ def serve(way: str, options: Sequence[str]) -> None:
         options: of `trjax.train`.
     """
     config = parse_config(options, "serve_step", "Train on one batch.")
+    keep_freed()  # as a run does
     start_platform(config.platform, config.devices)
-    keep_freed()
     mesh = make_mesh(config.devices)
     program = make_program(config, mesh)
     if way != "trjax":

@@ -79,6 +79,8 @@ def test_quick_run() -> None:
     assert 1 <= float(rows["kernels and copies"]["ratio"]) < 1.3
     assert "AllReduces of a step: deep, first; on all devices and steps as planned" in run.stdout
     assert "PyTorch: " in run.stdout
+    plain = rows["images/s a device, beside our step without moments"]
+    assert 0.2 < float(plain["ratio"]) < 5
     assert Path("out", "check_gpu.png").stat().st_size > 10_000
 
 

@@ -234,6 +234,7 @@ class _Malicious:
         return (Path.touch, (Path("owned"),))
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # of PyTorch, where it is installed
 def test_files_that_are_no_weights_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("x.safetensors").write_bytes(b"nothing")
     Path("x.pth").write_bytes(pickle.dumps(_Malicious()))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from trjax.batchnorm import BatchNorm
 from trjax.collectives import sum_moments
 from trjax.mesh import AXIS, make_mesh
-from trjax.moments import EPSILON, Given, expand, pays
+from trjax.moments import EPSILON, Given, expand, normalise, pays
 from trjax.resnet import ConvNorm
 
 ROUNDING = 2e-5
@@ -182,3 +182,14 @@ def test_where_it_pays() -> None:
     assert pays((256, 7, 7, 1024), 2048)
     assert not pays((256, 56, 56, 256), 64)  # fewer features
     assert not pays((2, 2, 2, 64), 256)  # 8 pixels for 64 channels
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (6, 7, 7, 3), (6, 11, 11, 3), (6, 4, 4, 3), (6, 3, 5, 2), (6, 1, 1, 4)])
+def test_sums_over_any_number_of_pixels(shape: tuple[int, ...]) -> None:
+    """Runs of eight, of seven, of none: mean and unbiased variance are numpy's, in float64."""
+    (x,), channels = arrays(7, shape), shape[-1]
+    given = Given(jnp.ones(6), jnp.full(channels, 0.3), jnp.ones(channels))
+    _, mean, var = jax.jit(partial(normalise, None, False))(x, jnp.ones(channels), jnp.zeros(channels), given)
+    values = np.asarray(x, np.float64).reshape(-1, channels)
+    np.testing.assert_allclose(mean, values.mean(0), atol=1e-6)
+    np.testing.assert_allclose(var, values.var(0, ddof=1), rtol=1e-5)

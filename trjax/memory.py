@@ -14,11 +14,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # options of glibc's 
 
 
 def keep_freed() -> None:
-    """Has glibc's allocator keep what is freed, for threads to come; does nothing where there is another allocator.
+    """Has glibc's allocator keep what is freed, for the whole process and until it ends; elsewhere does nothing.
 
-    Else a CPU step's buffers go back to the kernel behind every step, which then makes them anew, page by page: an
-    eighth of a step of ResNet-20. Only the first arena can keep them, so all threads share it, and compiling, which
-    allocates much in several threads, takes a seventh longer.
+    Else the buffers of a CPU step go back to the kernel behind every step, which then makes them anew, page by page:
+    15 % of ResNet-20's step. Only the first arena can keep them, so threads that start later share it; on two cores
+    compiling then takes a seventh longer. Source: mallopt(3).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -13,6 +13,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+Platform = Literal["auto", "cpu", "cuda"]
+
 HOSTS, LOCAL = "hosts", "local"
 """The mesh axes: over hosts, and over the devices of each."""
 AXIS = (HOSTS, LOCAL)
@@ -62,14 +64,36 @@ def parse_devices(spec: str) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str, nccl: Sequence[str] = ()) -> str:
-    """Selects the platform before JAX's first use, and on the CPU makes as many devices as named; returns its name.
+def _has_driver() -> bool:
+    return any(Path(file).exists() for file in _DRIVER_FILES)
+
+
+def choose_platform(platform: Platform) -> str:
+    """Returns the platform to use, as JAX's `jax_platforms` has it; selects nothing yet.
+
+    Args:
+        platform: asked for; auto: the one that `JAX_PLATFORMS` names, else cuda where there is a driver.
+
+    Raises:
+        ValueError: `platform` is cuda and there is no NVIDIA driver.
+    """
+    has_driver = _has_driver()
+    if platform == "cuda" and not has_driver:
+        raise ValueError("platform=cuda: no NVIDIA driver found on this machine; use --platform cpu")
+    if platform != "auto":
+        return platform
+    named: str | None = getattr(jax.config, "jax_platforms", None)  # by the environment, say
+    return named or ("cuda" if has_driver else "cpu")
+
+
+def start_platform(platform: Platform, devices: str, nccl: Sequence[str] = ()) -> None:
+    """Selects the platform before JAX's first use, and on the CPU makes as many devices as named.
 
     Without an NVIDIA driver the CUDA plugin is never asked, so that it does not log its failure. With one, room for
     the AllReduce buffers is set aside on every GPU, `XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB`.
 
     Args:
-        platform: to use; auto: the one that `JAX_PLATFORMS` names, else cuda where there is a driver.
+        platform: as `choose_platform` takes it.
         devices: as `parse_devices` reads it.
         nccl: NAME=VALUE pairs for NCCL's environment, read when it first connects.
 
@@ -81,23 +105,15 @@ def start_platform(platform: Literal["auto", "cpu", "cuda"], devices: str, nccl:
     for pair in nccl:
         name, _, value = pair.partition("=")
         os.environ[name] = value
-    has_driver = any(Path(file).exists() for file in _DRIVER_FILES)
-    if platform == "cuda" and not has_driver:
-        raise ValueError("platform=cuda: no NVIDIA driver found on this machine; use --platform cpu")
-    chosen: str = getattr(jax.config, "jax_platforms", None) or ""  # by the environment, say
-    if platform == "auto" and not chosen:
-        platform = "cuda" if has_driver else "cpu"
+    chosen = choose_platform(platform)
     with contextlib.suppress(RuntimeError):  # devices exist already: `make_mesh` says how many
-        if has_driver:
+        if _has_driver():
             os.environ.setdefault("XLA_PYTHON_CLIENT_COLLECTIVE_MEM_SIZE_MB", str(_COLLECTIVE_MEMORY_MB))
-        if platform != "auto":
-            chosen = platform
-            jax.config.update("jax_platforms", platform)
+        jax.config.update("jax_platforms", chosen)
         if indices and chosen == "cpu":
             if max(indices) >= _MAX_CPU_DEVICES:
                 raise ValueError(f"devices={devices!r}: the CPU can play {_MAX_CPU_DEVICES} devices at most")
             jax.config.update("jax_num_cpu_devices", max(indices) + 1)
-    return chosen
 
 
 def _mesh_over(devices: Sequence[jax.Device], hosts: int) -> Mesh:

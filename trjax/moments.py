@@ -64,25 +64,23 @@ def _per_example(leaf: jax.Array, x: jax.Array) -> jax.Array:
     return leaf.reshape(-1, *[1] * (x.ndim - 1))
 
 
-def _sum_runs(x: jax.Array) -> jax.Array:
-    """Sums runs of neighbouring pixels, up to eight: sums that short are unrolled, and channels then fill a vector."""
-    pixels = math.prod(x.shape[1:-1])
-    run = max(run for run in range(1, 9) if pixels % run == 0)
-    return x.reshape(len(x), pixels // run, run, x.shape[-1]).sum(2)
-
-
 def _sum_pair(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums over all dims but the last: in one pass, and one kernel that finishes both."""
+    """Returns the sums over all dims but the last: in one pass, and one kernel that finishes both.
 
-    def plain(first: jax.Array, second: jax.Array) -> jax.Array:
-        spatial = tuple(range(1, first.ndim - 1))
-        return jnp.concatenate([first.sum(spatial), second.sum(spatial)], 1).sum(0)
+    On the CPU runs of up to eight neighbouring pixels first: so short a sum is unrolled, and channels fill a vector.
+    """
+    pixels, channels = math.prod(first.shape[1:-1]), first.shape[-1]
+    run = max(run for run in range(1, 9) if pixels % run == 0)
 
-    def by_runs(first: jax.Array, second: jax.Array) -> jax.Array:
-        return jnp.concatenate([_sum_runs(first), _sum_runs(second)], -1).sum(1).sum(0)
+    def plain(*pair: jax.Array) -> jax.Array:
+        return jnp.concatenate([x.sum(tuple(range(1, x.ndim - 1))) for x in pair], 1).sum(0)
 
-    sums: jax.Array = lax.platform_dependent(first, second, cpu=by_runs, default=plain)
-    return sums[: first.shape[-1]], sums[first.shape[-1] :]
+    def by_runs(*pair: jax.Array) -> jax.Array:
+        runs = [x.reshape(len(x), pixels // run, run, channels).sum(2) for x in pair]
+        return jnp.concatenate(runs, 2).sum(1).sum(0)
+
+    sums: jax.Array = lax.platform_dependent(first, second, cpu=by_runs if run > 1 else plain, default=plain)
+    return sums[:channels], sums[channels:]
 
 
 def _count(given: Given, x: jax.Array) -> jax.Array:

@@ -50,8 +50,8 @@ class DataConfig:
     __pydantic_config__ = FORBID
 
     source: Literal["digits", "cifar10", "cifar100", "imagenet", "images", "npz", "synthetic"] = "digits"
-    """Digits come along; images are pictures in folders train/CLASS and val/CLASS, or packed; imagenet is
-    such a folder too; npz is a file of arrays; synthetic is noise that depends on the class."""
+    """Digits are in the package; images are pictures in folders train/CLASS and val/CLASS, or packed; imagenet is such
+    a folder too; npz is a file of arrays; synthetic is noise that depends on the class."""
     root: str = ""
     """Folder that holds the archives or extracted files (CIFAR), or the pictures; npz: the file, with train_images,
     train_labels, test_images, test_labels."""

@@ -18,7 +18,6 @@ from trjax.checkpoint import About, Checkpoints, decode, encode
 from trjax.config import Config
 from trjax.data.sources import FirstOf, Source, describe, load
 from trjax.interchange import from_torch, read_weights
-from trjax.memory import keep_freed
 from trjax.mesh import make_mesh, start_platform
 from trjax.options import keep_compiled, nccl_settings
 from trjax.processes import broadcast, digest_code, exchange, find_hosts, process_index, require_same
@@ -193,8 +192,7 @@ def start_run(
         ValueError: something the user gave cannot be, or the processes do not agree.
     """
     require_same("facts", _facts(config))
-    if start_platform(config.platform, config.devices, nccl_settings(config)) == "cpu":
-        keep_freed()
+    start_platform(config.platform, config.devices, nccl_settings(config))
     mesh = make_mesh(config.devices, config.hosts, find_hosts())
     program, (train_source, test_source) = make_program(config, mesh, chain, optimizer), _load(config)
     plan = hashlib.sha256(repr(program.plan).encode()).hexdigest()[:12]

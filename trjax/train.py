@@ -23,7 +23,8 @@ from trjax.evaluation import evaluate_run
 from trjax.explain_step import dry_run
 from trjax.interrupts import STOPPED, catch_interrupts
 from trjax.loop import BadNumbersError, run_loop
-from trjax.memory import device_bytes
+from trjax.memory import device_bytes, keep_freed
+from trjax.mesh import choose_platform
 from trjax.optim import make_learning_rates
 from trjax.options import probe_options
 from trjax.presets import parse_options
@@ -229,6 +230,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         if own.dry_run:
             return dry_run(config)
+        if choose_platform(config.platform) == "cpu":
+            keep_freed()
         summary = train(config, processes=own.processes)
     except ValueError as error:
         _tell(f"error: {error}", sys.stderr)
