@@ -101,3 +101,18 @@ def test_what_is_freed_is_kept() -> None:
     )
     assert back > 30  # of huge pages
     assert kept <= 2
+
+
+FIRST = """
+import sys, threading
+from trjax import train
+
+train.keep_freed = lambda: print(threading.active_count())
+sys.exit(train.main(["--platform", "cpu", "--workdir", "run", "--data.source", "npz", "--data.root", "nowhere"]))
+"""
+
+
+def test_a_run_keeps_what_is_freed_before_it_has_threads() -> None:
+    run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert run.returncode == 2, run.stderr
+    assert run.stdout == "1\n"

@@ -231,7 +231,7 @@ def main(arguments: Sequence[str]) -> int:
         if own.dry_run:
             return dry_run(config)
         if choose_platform(config.platform) == "cpu":
-            keep_freed()
+            keep_freed()  # before there is another thread, with an arena of its own
         summary = train(config, processes=own.processes)
     except ValueError as error:
         _tell(f"error: {error}", sys.stderr)
