@@ -136,10 +136,16 @@ def predict(found: Audit, compiled: Compiled) -> Figures:
     }
 
 
+def warm_up(program: Program, config: Config, step: Any) -> tuple[Any, tuple[Any, ...], float]:
+    """Returns the state after the first steps, what else a step takes, and the loss."""
+    inputs = *jax.block_until_ready(place_inputs(config, program)), program.votes(False)
+    state, _, loss = run_steps(step, program.init(), inputs, WARMUP_STEPS)
+    return state, inputs, loss
+
+
 def measure(program: Program, config: Config, compiled: Compiled, step: Any, num_steps: int) -> Found:
     """Returns the same as measured, and the gaps and orders."""
-    inputs = *jax.block_until_ready(place_inputs(config, program)), program.votes(False)
-    state, _, first = run_steps(step, program.init(), inputs, WARMUP_STEPS)
+    state, inputs, first = warm_up(program, config, step)
     state, seconds, last = run_steps(step, state, inputs, num_steps)
     print(f"loss {first:.4f} after {WARMUP_STEPS} steps, {last:.4f} after {num_steps} more")
     counted = filter(None, (device.memory_stats() for device in program.mesh.devices.flat))  # not on the CPU
@@ -157,9 +163,8 @@ def measure_plain(config: Config, mesh: Mesh, num_steps: int) -> float | None:
     with patch("trjax.resnet.pays", return_value=False):
         program = make_program(config, mesh)
         step = lower_step(program).compile()
-    inputs = *jax.block_until_ready(place_inputs(config, program)), program.votes(False)
     try:
-        state, *_ = run_steps(step, program.init(), inputs, WARMUP_STEPS)
+        state, inputs, _ = warm_up(program, config, step)
         seconds = run_steps(step, state, inputs, num_steps)[1]
     except jax.errors.JaxRuntimeError as error:
         print(f"our step without moments: left out: {str(error).splitlines()[0]}")

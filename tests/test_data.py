@@ -38,6 +38,8 @@ def test_digits_split() -> None:
     assert len({image.tobytes() for image in [*images, *test_images]}) >= 1790
     pixels = images / 255
     assert (pixels.mean(), pixels.std()) == pytest.approx((spec.mean[0], spec.std[0]), abs=2e-4)
+    again, _ = load(DataConfig())[0].read(np.arange(1437))
+    np.testing.assert_array_equal(images, again)
 
 
 def test_digits_are_those_of_scikit_learn() -> None:

@@ -11,6 +11,7 @@ from trjax.sections import (
     DataConfig,
     ModelConfig,
     OptimConfig,
+    Platform,
     check_values,
     require,
 )
@@ -54,7 +55,7 @@ class Config:
     """Recipe to start from: one of the list above."""
     devices: str = "all"
     """Devices of this machine: `all`, `0-3` or `0,2,5`; on the CPU, that many are made."""
-    platform: Literal["auto", "cpu", "cuda"] = "auto"
+    platform: Platform = "auto"
     """Auto: cuda where an NVIDIA driver is present, else cpu."""
     global_batch: int = 96
     """Examples per step over all devices; must be divisible by their number."""

@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-Platform = Literal["auto", "cpu", "cuda"]
+from trjax.sections import Platform
 
 HOSTS, LOCAL = "hosts", "local"
 """The mesh axes: over hosts, and over the devices of each."""

@@ -15,6 +15,7 @@ from trjax.data.sources import describe
 from trjax.data.spec import DataSpec
 from trjax.mesh import make_mesh, start_platform
 from trjax.program import Program, make_program
+from trjax.sections import Platform
 from trjax.state import TrainState, models_of
 from trjax.step import evaluate_folded
 from trjax.workdir import read_config
@@ -46,7 +47,7 @@ class SavedModel:
 
 
 def read_state(
-    folder: Path, which: Which, platform: Literal["auto", "cpu", "cuda"] = "cpu", devices: str = "0"
+    folder: Path, which: Which, platform: Platform = "cpu", devices: str = "0"
 ) -> tuple[Config, Program, TrainState, int]:
     """Reads a checkpoint of a run: its options, its program, not compiled, its state, arrays of the host, and its step.
 

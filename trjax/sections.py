@@ -13,6 +13,7 @@ import pydantic
 
 FORBID = pydantic.ConfigDict(extra="forbid")
 """What is no option is an error."""
+Platform = Literal["auto", "cpu", "cuda"]
 _INT_LIMIT = 2**31  # examples and steps are counted in int32 on the devices
 _FLOAT_LIMIT = 3.4e38  # float32's, in which the devices compute
 LEAST_RATE, MOST_RATE = 1e-30, 1e30

@@ -99,6 +99,10 @@ _CIFAR10 = DataSpec((32, 32, 3), 10, 50_000, 10_000, (0.4914, 0.4822, 0.4465), (
 _CIFAR100 = DataSpec((32, 32, 3), 100, 50_000, 10_000, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 _DIGITS = DataSpec((8, 8, 1), 10, 1_437, 360, (0.3053,), (0.3760,))
 
+# Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (CC BY 4.0), as scikit-learn has and
+# splits them, classes in proportion: importing that takes two seconds.
+_DIGITS_FILE = Path(__file__).with_name("digits.npz")
+
 
 _IMAGENET_CLASSES, _IMAGENET_EXAMPLES = 1000, (1_281_167, 50_000)
 
@@ -175,8 +179,6 @@ def load(data: DataConfig, seed: int = 0) -> tuple[Source, Source]:
     """
     if data.source in ("images", "imagenet"):
         return _load_pictures(data, seed)
-    if data.source == "digits":
-        return _load_digits()
     if data.source in ("cifar10", "cifar100"):
         train, test = load_cifar(data.source, data.root)
         return ArraySource(*train), ArraySource(*test)
@@ -184,20 +186,8 @@ def load(data: DataConfig, seed: int = 0) -> tuple[Source, Source]:
         spec = describe(data)
         _check_synthetic(spec)
         return _synthesise(spec, spec.train_examples, 0), _synthesise(spec, spec.test_examples, 1)
-    train, test = load_npz(data.root)
+    train, test = load_npz(str(_DIGITS_FILE) if data.source == "digits" else data.root)
     return ArraySource(*train), ArraySource(*test)
-
-
-def _load_digits() -> tuple[ArraySource, ArraySource]:
-    """Returns the 1797 digits, split once and for all into 1437 and 360, classes in proportion.
-
-    They are here as a file, in the order of the split: importing scikit-learn, which has them too, takes two seconds.
-    Source: Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (CC BY 4.0).
-    """
-    with np.load(Path(__file__).with_name("digits.npz")) as digits:
-        images, labels = digits["images"], digits["labels"].astype(np.int32)
-    images = np.rint(images[..., None] * (255 / 16)).astype(np.uint8)
-    return ArraySource(images[:1437], labels[:1437]), ArraySource(images[1437:], labels[1437:])
 
 
 def _check_synthetic(spec: DataSpec) -> None:
