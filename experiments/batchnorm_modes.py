@@ -18,18 +18,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, write_rows
 
-from trjax.compilation import compile_program
-from trjax.config import Config
+from trjax.config.presets import preset_config
+from trjax.config.run import Config
 from trjax.data.batches import count_batches, eval_batches, train_batches
 from trjax.data.sources import load
-from trjax.hlo import parse_module
 from trjax.mesh import make_mesh, start_platform
-from trjax.operations import list_operations
-from trjax.optim import make_learning_rates
-from trjax.presets import preset_config
-from trjax.program import Program, make_program
-from trjax.state import TrainState
-from trjax.step import init_totals
+from trjax.step.compile import compile_program
+from trjax.step.evaluation import init_totals
+from trjax.step.optim import make_learning_rates
+from trjax.step.program import Program, make_program
+from trjax.step.state import TrainState
+from trjax.xla.hlo import parse_module
+from trjax.xla.operations import list_operations
 
 MODES: tuple[Literal["local", "sync", "rank0"], ...] = ("local", "sync", "rank0")
 COLORS = dict(zip(MODES, ("#1f77b4", "#ff7f0e", "#2ca02c"), strict=True))

@@ -36,7 +36,7 @@ class Model:
     """What is trained.
 
     Attributes:
-        arch: a name of `trjax.resnet.ARCHITECTURES`.
+        arch: a name of `trjax.models.resnet.ARCHITECTURES`.
         width: channels of the first stage.
         stem: `cifar` or `imagenet`.
         size: of the images, pixels a side.

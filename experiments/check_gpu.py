@@ -23,20 +23,20 @@ from jax.sharding import Mesh
 from matplotlib.figure import Figure
 from serve_step import place_inputs
 
-from trjax.audit import Audit, audit
-from trjax.buffers import group_of
-from trjax.compilation import lower_step
-from trjax.compiled import Compiled, compile_lowered
-from trjax.config import Config, ModelConfig
-from trjax.cost import LAUNCH_SECONDS
-from trjax.explain_step import format_audit
-from trjax.mesh import make_mesh, start_platform
-from trjax.options import probe_options
-from trjax.planning import expect, machine_of
-from trjax.presets import preset_config
-from trjax.profiling import GRAPH_CALLS, UNNAMED, Trace, divide, find_gaps, read_trace
-from trjax.program import Program, make_program
-from trjax.records import format_table
+from trjax.audit.report import Report
+from trjax.config.presets import preset_config
+from trjax.config.run import Config, ModelConfig
+from trjax.cost.kernels import LAUNCH_SECONDS
+from trjax.explain.step import format_report
+from trjax.mesh import machine_of, make_mesh, start_platform
+from trjax.run.profile import GRAPH_CALLS, UNNAMED, Trace, divide, find_gaps, read_trace
+from trjax.step.compile import lower_step
+from trjax.step.expected import expect
+from trjax.step.options import probe_options
+from trjax.step.program import Program, make_program
+from trjax.step.rules import analyze_step, group_of
+from trjax.text import format_table
+from trjax.xla.compiled import Compiled, compile_lowered
 
 WARMUP_STEPS = 5  # left out of the times: the first calls fill pools, and make the CUDA graphs
 QUICK_STEPS, PROFILED_STEPS = 10, 5
@@ -118,7 +118,7 @@ def profile_steps(step: Any, state: Any, inputs: tuple[Any, ...], compiled: Comp
         return summarise(read_trace(ProfileData.from_file(str(file)), groups), PROFILED_STEPS)
 
 
-def predict(found: Audit, compiled: Compiled) -> Figures:
+def predict(found: Report, compiled: Compiled) -> Figures:
     """Returns what the audit expects; it counts the time from each kernel to the next as the kernel's."""
     total = found.summary
     gaps_ms = total.kernels * LAUNCH_SECONDS * 1e3
@@ -160,7 +160,7 @@ def measure_plain(config: Config, mesh: Mesh, num_steps: int) -> float | None:
 
     None, and prints why, where that does not fit.
     """
-    with patch("trjax.resnet.pays", return_value=False):
+    with patch("trjax.models.resnet.pays", return_value=False):
         program = make_program(config, mesh)
         step = lower_step(program).compile()
     try:
@@ -233,13 +233,15 @@ def check(options: Options) -> None:
     compiled = compile_lowered(lower_step(program))  # once: what is audited is what runs
     step = compiled.executable
     print(f"compiled in {time.perf_counter() - start:.0f} s, options dropped: {', '.join(dropped) or 'none'}")
-    found = audit(compiled, machine, config.global_batch, expect(config, program.plan, machine.topology), dropped)
+    found = analyze_step(
+        compiled, machine, config.global_batch, expect(config, program.plan, machine.topology), dropped
+    )
     measured, gaps_us, orders = measure(program, config, compiled, step, num_steps)
     planned, predicted = [collective.group for collective in found.collectives], predict(found, compiled)
     kept = all(order in (planned * PROFILED_STEPS, [UNNAMED] * len(planned) * PROFILED_STEPS) for order in orders)
     rows = [make_row(what, predicted.get(what), value) for what, value in measured.items()]
     cells = [[what, *("-" if number is None else f"{number:,.5g}" for number in row)] for what, *row in rows]
-    print(f"{format_audit(found)}\n\n{format_table(HEADER, cells)}\n")
+    print(f"{format_report(found)}\n\n{format_table(HEADER, cells)}\n")
     reduced = ", ".join(orders[0][: len(planned)]) or "none"
     print(f"AllReduces of a step: {reduced}; on all devices and steps {'as' if kept else 'NOT as'} planned")
     print(f"CUDA graphs: {'in use' if measured['CUDA graph launches'] else 'not seen'}", flush=True)

@@ -18,14 +18,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, save_axes, write_rows
 
-from trjax.checkpoint import About, Checkpoints
-from trjax.compilation import compile_program
-from trjax.config import Config
+from trjax.config.presets import preset_config
+from trjax.config.run import Config
 from trjax.data.batches import train_batches
 from trjax.data.sources import Source, load
 from trjax.mesh import make_mesh, start_platform
-from trjax.presets import preset_config
-from trjax.program import Program, make_program
+from trjax.run.checkpoints import About, Checkpoints
+from trjax.step.compile import compile_program
+from trjax.step.program import Program, make_program
 
 Way = Literal["none", "beside", "waiting"]
 WAYS: tuple[Way, ...] = ("none", "beside", "waiting")

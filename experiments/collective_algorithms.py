@@ -17,19 +17,12 @@ from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, write_rows
 from study_collectives import count_traffic, make_sum, parameter_server, tree
 
-from trjax import collectives
-from trjax.cost import (
-    CALL_SECONDS,
-    Machine,
-    Topology,
-    make_machine,
-    parse_topology,
-    predict_algorithms,
-    predict_all_reduce,
-)
-from trjax.explain_cost import find_crossovers, format_bytes
+from trjax.cost.collectives import CALL_SECONDS, predict_algorithms, predict_all_reduce
+from trjax.cost.machines import Machine, Topology, make_machine, parse_topology
+from trjax.cost.targets import find_target
+from trjax.explain.cost import find_crossovers, format_bytes
 from trjax.mesh import SPLIT, make_mesh, placement, start_platform
-from trjax.targets import find_target
+from trjax.step import collectives
 
 ALGORITHMS = {
     "ring": (collectives.ring, "ring"),

@@ -26,28 +26,29 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from report import announce, main, progress, write_rows
 
-from trjax.audit import Audit, audit
-from trjax.backward import score
-from trjax.buffers import STATISTICS, group_of
-from trjax.chain import Chain, apply_segment
-from trjax.collectives import vary
-from trjax.compilation import lower_step
-from trjax.compiled import compile_lowered
-from trjax.config import Config
-from trjax.cost import Machine, make_machine, parse_topology
+from trjax.audit.report import Report
+from trjax.config.presets import preset_config
+from trjax.config.run import Config
+from trjax.cost.machines import Machine, make_machine, parse_topology
+from trjax.cost.targets import find_target
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch
 from trjax.data.sources import describe
 from trjax.keys import example_keys, stream_key
-from trjax.mesh import AXIS, REPLICATED, SPLIT, make_topology_mesh, placement, start_platform
-from trjax.operations import Operation
-from trjax.optim import make_optimizer
-from trjax.options import probe_options
-from trjax.planning import expect
-from trjax.presets import preset_config
-from trjax.program import Program, make_chain, make_program, shape_run
-from trjax.state import TrainState
-from trjax.targets import compile_config, find_target
+from trjax.mesh import AXIS, REPLICATED, SPLIT, placement, start_platform
+from trjax.models.chain import Chain, apply_segment
+from trjax.step.collectives import vary
+from trjax.step.compile import lower_step
+from trjax.step.expected import expect
+from trjax.step.optim import make_optimizer
+from trjax.step.options import probe_options
+from trjax.step.program import Program, make_chain, make_program, shape_run
+from trjax.step.rules import STATISTICS, analyze_step, group_of
+from trjax.step.scores import score
+from trjax.step.state import TrainState
+from trjax.xla.compiled import compile_lowered
+from trjax.xla.operations import Operation
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 MACHINES = {"1x8 NVLink": ("1x8", 0.0), "4x8 50 GB/s": ("4x8", 50.0), "32x8 25 GB/s": ("32x8", 25.0)}
 """Topologies, and the GB/s that each GPU reaches to other hosts."""
@@ -122,7 +123,7 @@ def use_ordinary_step(config: Config, program: Program, name: Literal["pmean", "
     return replace(program, train_step=make_ordinary_step(config, chain, program.mesh, name))
 
 
-def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Audit:
+def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Report:
     """Compiles one program and returns what was found in it.
 
     Raises:
@@ -137,9 +138,9 @@ def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Audit:
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
     if ordinary:
-        return audit(compiled, machine, config.global_batch)
+        return analyze_step(compiled, machine, config.global_batch)
     expected = expect(config, program.plan, machine.topology)
-    return audit(compiled, machine, config.global_batch, expected, probe_options(mesh).dropped)
+    return analyze_step(compiled, machine, config.global_batch, expected, probe_options(mesh).dropped)
 
 
 def _groups_behind(operation: Operation, by_name: dict[str, Operation]) -> set[str]:
@@ -150,7 +151,7 @@ def _groups_behind(operation: Operation, by_name: dict[str, Operation]) -> set[s
     return set().union(*(_groups_behind(other, by_name) for other in before))
 
 
-def tabulate(found: Audit, synchronised: bool) -> dict[str, float]:
+def tabulate(found: Report, synchronised: bool) -> dict[str, float]:
     """Returns the columns of one program; a collective with a gradient in it counts as the gradients'."""
     total, timeline = found.summary, found.timeline
     spans = [*timeline.kernels, *(communication.span for communication in timeline.communications)]

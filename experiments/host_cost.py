@@ -22,9 +22,9 @@ from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, save_axes, write_rows
 from serve_step import place_inputs
 
+from trjax.config.command_line import parse_config
 from trjax.mesh import make_mesh, start_platform
-from trjax.presets import parse_config
-from trjax.program import make_program
+from trjax.step.program import make_program
 
 SYNTHETIC = ["--data.source", "synthetic", "--data.train-examples", "64", "--data.test-examples", "32",
              "--optim.warmup-epochs", "0", "--platform", "cpu"]  # fmt: skip

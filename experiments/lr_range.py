@@ -13,14 +13,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, save_axes, write_rows
 
-from trjax.compilation import compile_program
-from trjax.config import Config
+from trjax.config.presets import preset_config
+from trjax.config.run import Config
 from trjax.data.batches import count_batches, train_batches
 from trjax.data.sources import describe, load
 from trjax.mesh import make_mesh, start_platform
-from trjax.plan import NUM_SCORES
-from trjax.presets import preset_config
-from trjax.program import make_program
+from trjax.step.compile import compile_program
+from trjax.step.plan import NUM_SCORES
+from trjax.step.program import make_program
 
 DIVERGED = 4.0
 """Times the smallest loss so far at which the run ends."""

@@ -5,18 +5,19 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh
 
-from trjax.audit import Audit, audit
-from trjax.chain import Chain
-from trjax.compilation import lower_step
-from trjax.compiled import Compiled, compile_lowered
-from trjax.config import Config
-from trjax.cost import Machine, make_machine, parse_topology
-from trjax.mesh import make_topology_mesh
-from trjax.plan import Plan
-from trjax.planning import expect
-from trjax.presets import preset_config
-from trjax.program import Program, make_program
-from trjax.targets import compile_config, find_target
+from trjax.audit.report import Report
+from trjax.config.presets import preset_config
+from trjax.config.run import Config
+from trjax.cost.machines import Machine, make_machine, parse_topology
+from trjax.cost.targets import find_target
+from trjax.models.chain import Chain
+from trjax.step.compile import lower_step
+from trjax.step.expected import expect
+from trjax.step.plan import Plan
+from trjax.step.program import Program, make_program
+from trjax.step.rules import analyze_step
+from trjax.xla.compiled import Compiled, compile_lowered
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 
 def h100s(topology: str, link_gbytes: float = 0.0) -> Machine:
@@ -65,7 +66,7 @@ def compile_for(machine: Machine, config: Config, chain: Chain | None = None) ->
     return compile_program(program, config.reducer), program.plan
 
 
-def replay_on(machine: Machine, compiled: Compiled, config: Config, plan: Plan | None = None) -> Audit:
+def replay_on(machine: Machine, compiled: Compiled, config: Config, plan: Plan | None = None) -> Report:
     """Returns what a step takes on a machine other than the one that it was compiled for: all devices join every sum.
 
     Args:
@@ -76,4 +77,4 @@ def replay_on(machine: Machine, compiled: Compiled, config: Config, plan: Plan |
     """
     operations = tuple(replace(operation, groups=()) for operation in compiled.operations)
     expected = expect(config, plan, machine.topology) if plan else None
-    return audit(replace(compiled, operations=operations), machine, config.global_batch, expected)
+    return analyze_step(replace(compiled, operations=operations), machine, config.global_batch, expected)

@@ -23,27 +23,29 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from report import announce, hardware, main, progress, write_rows
 
-from trjax.audit import Audit
-from trjax.backward import Recipe, reduce_gradients, score
-from trjax.chain import Chain, apply_segment
-from trjax.compilation import lower_step
-from trjax.compiled import Compiled
-from trjax.config import Config, Reducing
+from trjax.audit.figures import phase_of
+from trjax.audit.report import Report
+from trjax.config.presets import preset_config
+from trjax.config.run import Config, Reducing
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch, train_batches
 from trjax.data.mixing import Inputs
 from trjax.data.sources import describe, load
-from trjax.figures import phase_of
 from trjax.keys import example_keys
 from trjax.mesh import REPLICATED, SPLIT, make_mesh, placement, start_platform
-from trjax.optim import make_optimizer
-from trjax.options import probe_options
-from trjax.plan import Plan, select_leaves
-from trjax.planning import plan_run
-from trjax.presets import preset_config
-from trjax.program import Program, make_program, shape_run
-from trjax.resnet import Block, Head, StemSegment
-from trjax.step import make_train_step
+from trjax.models.chain import Chain, apply_segment
+from trjax.models.resnet import Block, Head, StemSegment
+from trjax.step.backward import Recipe, reduce_gradients
+from trjax.step.compile import lower_step
+from trjax.step.optim import make_optimizer
+from trjax.step.options import probe_options
+from trjax.step.plan import Plan
+from trjax.step.planner import plan_run
+from trjax.step.program import Program, make_program, shape_run
+from trjax.step.scores import score
+from trjax.step.update import make_train_step
+from trjax.trees import select_leaves
+from trjax.xla.compiled import Compiled
 
 REDUCERS: tuple[Reducing, ...] = ("single", "per_leaf", "two_group")
 QUICK_REDUCERS: tuple[Reducing, ...] = ("single", "two_group")
@@ -204,7 +206,7 @@ def measure(config: Config, chain: Chain | None, reducers: Sequence[Reducing], r
     ]
 
 
-def split_replay(found: Audit) -> dict[str, float]:
+def split_replay(found: Report) -> dict[str, float]:
     """Returns the milliseconds of the parts of a replayed step; a kernel is told by where it comes from."""
     phases: Counter[str] = Counter()
     for span in found.timeline.kernels:

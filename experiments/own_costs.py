@@ -17,21 +17,23 @@ import numpy as np
 from matplotlib.figure import Figure
 from report import announce, main, progress, save_axes, write_rows
 
-from trjax.audit import audit
-from trjax.chain import Chain
-from trjax.checkpoint import About, decode, encode
-from trjax.compilation import lower_step
-from trjax.compiled import compile_lowered
-from trjax.config import Config, DataConfig
-from trjax.cost import parse_topology
-from trjax.forms import conv_order_of
-from trjax.hlo import parse_module
-from trjax.mesh import make_mesh, make_topology_mesh, start_platform
-from trjax.operations import list_operations
-from trjax.planning import expect, machine_of, plan_run
-from trjax.program import Program, make_program, shape_run
-from trjax.resnet import ConvNorm, Head, StemSegment, make_resnet
-from trjax.targets import compile_config, find_target
+from trjax.config.run import Config, DataConfig
+from trjax.cost.machines import parse_topology
+from trjax.cost.targets import find_target
+from trjax.mesh import machine_of, make_mesh, start_platform
+from trjax.models.chain import Chain
+from trjax.models.resnet import ConvNorm, Head, StemSegment, make_resnet
+from trjax.run.checkpoints import About, decode, encode
+from trjax.step.compile import lower_step
+from trjax.step.expected import expect
+from trjax.step.layouts import conv_order_of
+from trjax.step.planner import plan_run
+from trjax.step.program import Program, make_program, shape_run
+from trjax.step.rules import analyze_step
+from trjax.xla.compiled import compile_lowered
+from trjax.xla.hlo import parse_module
+from trjax.xla.operations import list_operations
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 Value = TypeVar("Value")
 CONFIG = Config(
@@ -99,7 +101,7 @@ def measure(name: str, chain: Chain) -> dict[str, Any]:
     compiled, compile_seconds = timed(lambda: compile_lowered(lowered))
     _, parse_seconds = timed(lambda: list_operations(parse_module(compiled.text)))  # which that did too
     expected = expect(CONFIG, plan, parse_topology("1x2"))
-    found, read_seconds = timed(lambda: audit(compiled, machine, CONFIG.global_batch, expected))
+    found, read_seconds = timed(lambda: analyze_step(compiled, machine, CONFIG.global_batch, expected))
     saved_seconds = save_and_load(make_program(CONFIG, make_mesh("0"), chain))
     return {
         "model": name, "segments": len(chain), "tensors": len(plan.regions),

@@ -14,7 +14,7 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trjax.records import format_table
+from trjax.text import format_table
 
 Options = TypeVar("Options")
 

@@ -21,15 +21,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from report import announce, main, progress, write_rows
 
-from trjax.compiled import Compiled
-from trjax.config import Config
-from trjax.cost import Machine, Topology, make_machine, predict_efficiency
+from trjax.config.presets import preset_config
+from trjax.config.run import Config
+from trjax.cost.machines import Machine, Topology, make_machine
+from trjax.cost.scaling import predict_efficiency
+from trjax.cost.targets import find_target
 from trjax.mesh import start_platform
-from trjax.planning import Shapes, plan_run
-from trjax.presets import preset_config
-from trjax.program import make_program, shape_run
-from trjax.records import format_table
-from trjax.targets import find_target
+from trjax.step.planner import Shapes, plan_run
+from trjax.step.program import make_program, shape_run
+from trjax.text import format_table
+from trjax.xla.compiled import Compiled
 
 PROGRAMS = {"pmean": "#7f7f7f", "per_leaf": "#d62728", "two_group": "#1f77b4", "auto": "#2ca02c"}
 """Programs, with their colors."""

@@ -12,14 +12,14 @@ import jax
 import numpy as np
 from compare_programs import use_ordinary_step
 
-from trjax.compilation import lower_step
-from trjax.config import Config
+from trjax.config.command_line import parse_config
+from trjax.config.run import Config
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.memory import keep_freed
 from trjax.mesh import REPLICATED, make_mesh, place, start_platform
-from trjax.presets import parse_config
-from trjax.program import Program, make_program
+from trjax.step.compile import lower_step
+from trjax.step.program import Program, make_program
 
 
 def place_inputs(config: Config, program: Program) -> tuple[Any, Any]:

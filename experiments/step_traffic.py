@@ -14,14 +14,15 @@ from typing import Any
 from matplotlib.figure import Figure
 from report import announce, main, save_axes, write_rows
 
-from trjax.compilation import lower_step
-from trjax.compiled import Compiled, compile_lowered
-from trjax.mesh import make_topology_mesh, start_platform
-from trjax.operations import Operation
-from trjax.presets import preset_config
-from trjax.program import make_program
-from trjax.resnet import ARCHITECTURES
-from trjax.targets import compile_config, find_target
+from trjax.config.presets import preset_config
+from trjax.cost.targets import find_target
+from trjax.mesh import start_platform
+from trjax.models.resnet import ARCHITECTURES
+from trjax.step.compile import lower_step
+from trjax.step.program import make_program
+from trjax.xla.compiled import Compiled, compile_lowered
+from trjax.xla.operations import Operation
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 PARTS = ("convolutions", "products of channels", "BatchNorm, ReLU, sums", "stem", "parameters")
 CONVOLUTIONS, PRODUCTS, NORMS, STEM, PARAMETERS = PARTS

@@ -1,7 +1,7 @@
 """Sums over the devices written out for study, and what a program sends: counted in what was compiled.
 
-`tree` and `parameter_server` work on the same flat buffers as `trjax.collectives.ring`, and sum to the same bits on
-all devices, which `shard_map` cannot see (`check_vma=False`).
+`tree` and `parameter_server` work on the same flat buffers as `step.collectives.ring`, and sum to the same bits on all
+devices, which `shard_map` cannot see (`check_vma=False`).
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from trjax.collectives import Launch
-from trjax.hlo import parse_module
 from trjax.mesh import AXIS, SPLIT, placement
-from trjax.operations import list_operations
+from trjax.step.collectives import Launch
+from trjax.xla.hlo import parse_module
+from trjax.xla.operations import list_operations
 
 Pairs = list[tuple[int, int]]
 """Messages of one permutation: source and target."""

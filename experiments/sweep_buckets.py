@@ -14,14 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import announce, main, progress, write_rows
 
-from trjax.audit import Audit
-from trjax.compiled import Compiled
-from trjax.config import Config, Reducing
+from trjax.audit.report import Report
+from trjax.config.presets import preset_config
+from trjax.config.run import Config, Reducing
 from trjax.mesh import start_platform
-from trjax.plan import Plan
-from trjax.planning import plan_run
-from trjax.presets import preset_config
-from trjax.program import shape_run
+from trjax.step.plan import Plan
+from trjax.step.planner import plan_run
+from trjax.step.program import shape_run
+from trjax.xla.compiled import Compiled
 
 MACHINES = {"1x8 NVLink": ("1x8", 0.0), "4x8 50 GB/s": ("4x8", 50.0), "32x8 12.5 GB/s": ("32x8", 12.5)}
 """Topologies, and the GB/s that each GPU reaches to other hosts."""
@@ -40,7 +40,7 @@ class Options:
     """Folder for the CSV and the figure."""
 
 
-def tabulate(found: Audit) -> dict[str, float]:
+def tabulate(found: Report) -> dict[str, float]:
     """Returns the columns of one program on one machine."""
     total = found.summary
     return {

@@ -17,19 +17,18 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from report import announce, main
 
-from trjax.audit import audit
-from trjax.compilation import lower_step
-from trjax.compiled import compile_lowered
-from trjax.config import Config
+from trjax.config.presets import preset_config
+from trjax.config.run import Config
 from trjax.data.batches import count_batches, train_batches
 from trjax.data.sources import Source, load
-from trjax.mesh import make_mesh, parse_devices, start_platform
-from trjax.optim import make_learning_rates
-from trjax.planning import machine_of
-from trjax.presets import preset_config
-from trjax.program import Program, make_program
-from trjax.records import format_table
-from trjax.state import TrainState
+from trjax.mesh import machine_of, make_mesh, parse_devices, start_platform
+from trjax.step.compile import lower_step
+from trjax.step.optim import make_learning_rates
+from trjax.step.program import Program, make_program
+from trjax.step.rules import analyze_step
+from trjax.step.state import TrainState
+from trjax.text import format_table
+from trjax.xla.compiled import compile_lowered
 
 WARMUP_STEPS = 3  # left out of the times: the first calls fill caches and pools
 ROUND_STEPS = 10  # of one world size before the next has its turn, so that the machine's noise hits all alike
@@ -71,7 +70,7 @@ def run(config: Config, program: Program, source: Source, initial: TrainState) -
 def compile_step(config: Config, program: Program) -> tuple[Program, float]:
     """Returns the program with its step compiled, and the seconds that the cost model predicts for the step."""
     compiled = compile_lowered(lower_step(program))
-    predicted = audit(compiled, machine_of(program.mesh), config.global_batch).timeline.step_seconds
+    predicted = analyze_step(compiled, machine_of(program.mesh), config.global_batch).timeline.step_seconds
     return replace(program, train_step=compiled.executable), predicted
 
 

@@ -15,7 +15,7 @@ BLOCKS = {"resnet8": (1, 1, 1), "resnet20": (3, 3, 3), "resnet18": (2, 2, 2, 2),
 
 
 def make_resnet(torch: Any, arch: str, width: int, cifar: bool, num_classes: int) -> Any:
-    """Returns the ResNet of `trjax.resnet`; three stages: without projections, as He et al. have them for CIFAR."""
+    """Returns the ResNet of `models.resnet`; three stages: without projections, as He et al. have them for CIFAR."""
     nn, functional = torch.nn, torch.nn.functional
     deep, projects = arch == "resnet50", len(BLOCKS[arch]) > 3
 

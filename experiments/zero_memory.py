@@ -19,11 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from report import announce, hardware, main, progress, write_rows
 
-from trjax.compilation import lower_step
-from trjax.config import Config, ModelConfig, OptimConfig, Reducing
+from trjax.config.presets import preset_config
+from trjax.config.run import Config, ModelConfig, OptimConfig, Reducing
 from trjax.mesh import make_mesh, start_platform
-from trjax.presets import preset_config
-from trjax.program import make_program
+from trjax.step.compile import lower_step
+from trjax.step.program import make_program
 
 MODELS: dict[str, tuple[int, ...]] = {"resnet20": (1, 2, 4, 8, 16, 64), "resnet50": (1, 8, 64), "resnet152": (8,)}
 """Models, and the world sizes that they are compiled for: hosts of eight GPUs."""

@@ -15,23 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trjax import collectives
-from trjax.backward import Recipe, reduce_gradients, score
-from trjax.batchnorm import BatchNorm
-from trjax.buckets import Split, two_groups
-from trjax.chain import Chain, apply_segment
-from trjax.collectives import sum_moments
-from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
+from trjax.config.run import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.data import cifar
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
 from trjax.keys import example_keys
 from trjax.mesh import REPLICATED, SPLIT, make_mesh
-from trjax.options import probe_options
-from trjax.plan import make_plan, name_leaves
-from trjax.program import Program, make_program
-from trjax.resnet import Block, Head, StemSegment
-from trjax.step import train_split
+from trjax.models.batchnorm import BatchNorm
+from trjax.models.chain import Chain, apply_segment
+from trjax.models.resnet import Block, Head, StemSegment
+from trjax.step import collectives
+from trjax.step.backward import Recipe, reduce_gradients
+from trjax.step.buckets import Split, two_groups
+from trjax.step.collectives import sum_moments
+from trjax.step.options import probe_options
+from trjax.step.plan import make_plan
+from trjax.step.program import Program, make_program
+from trjax.step.scores import score
+from trjax.step.update import train_split
+from trjax.trees import name_leaves
 
 WRITTEN_OUT = ("ring", "tree", "parameter_server")  # the same bits on all devices, but `shard_map` cannot see it
 DATA = DataConfig(source="synthetic", image_shape=(8, 8, 3), train_examples=100, test_examples=50)

@@ -16,15 +16,15 @@ from helpers import (
     worst_kind_error,
 )  # fmt: skip
 
-from trjax.audit import audit
-from trjax.chain import init_chain
-from trjax.collectives import sum_moments
-from trjax.compilation import lower_step
-from trjax.compiled import compile_lowered
-from trjax.mesh import make_topology_mesh
-from trjax.planning import machine_of
-from trjax.program import Program, make_program
-from trjax.targets import TARGETS, compile_config
+from trjax.cost.targets import TARGETS
+from trjax.mesh import machine_of
+from trjax.models.chain import init_chain
+from trjax.step.collectives import sum_moments
+from trjax.step.compile import lower_step
+from trjax.step.program import Program, make_program
+from trjax.step.rules import analyze_step
+from trjax.xla.compiled import compile_lowered
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 EXACT = 2e-6
 """Relative error that float32 sums in another order may leave, by kind of leaf."""
@@ -85,7 +85,7 @@ def test_one_reduction_and_the_memory_of_one_micro_batch() -> None:
     images = 3 * 256 * 8 * 8 * 3 * (1 + 2 + 4)  # of all micro-batches, in uint8, bfloat16 and float32
     assert images < 2 * activations / 1.3  # the bound is far from the memory of all of them
     assert compiled[3].temp_bytes < 1.01 * activations + 2 * gradients + images
-    found = audit(compiled[3], machine_of(made[3].mesh), 512 * 3)
+    found = analyze_step(compiled[3], machine_of(made[3].mesh), 512 * 3)
     deep, first = found.timeline.communications  # behind the rest of the last micro-batch's backward, as with one
     assert not deep.blocking
     assert not first.blocking
@@ -95,10 +95,10 @@ def test_one_reduction_and_the_memory_of_one_micro_batch() -> None:
 
 
 def test_steps_of_micro_batches_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trjax.train import train
+    from trjax.run.fit import fit
 
-    monkeypatch.setattr("trjax.program.make_chain", lambda config, spec: one_block_chain(sum_moments))
-    summary = train(tiny_config(accumulate=3, bn="sync", devices="0-3", workdir="run"))
+    monkeypatch.setattr("trjax.step.program.make_chain", lambda config, spec: one_block_chain(sum_moments))
+    summary = fit(tiny_config(accumulate=3, bn="sync", devices="0-3", workdir="run"))
     assert (summary.finished, summary.step) == (True, 10)
     with pytest.raises(ValueError, match=r"not divisible by world_size=8 times accumulate=2; nearest"):
-        train(tiny_config(accumulate=2, devices="0-7"))
+        fit(tiny_config(accumulate=2, devices="0-7"))

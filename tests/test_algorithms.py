@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trjax.algorithms import (
+from trjax.cost.algorithms import (
     Algorithm,
     Link,
     predict_all_gather,

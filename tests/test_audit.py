@@ -8,21 +8,24 @@ import jax.numpy as jnp
 import pytest
 from helpers import one_block_chain, tiny_config
 
-from trjax import collectives, forms
-from trjax.audit import Audit, audit
-from trjax.compilation import lower_step
-from trjax.compiled import Compiled, compile_lowered
-from trjax.config import Config
-from trjax.cost import CALL_SECONDS, Link, Machine, Topology
-from trjax.figures import draw_timeline
-from trjax.mesh import AXIS, make_topology_mesh
-from trjax.operations import Operation
-from trjax.plan import make_plan
-from trjax.planning import expect, machine_of
-from trjax.program import Program, make_program
-from trjax.targets import TARGETS, compile_config
-
-VERDICTS = ("collectives", "others", "blocking", "exposed", "transposes", "copies", "one allocation", "options")
+from trjax.audit.figures import draw_timeline
+from trjax.audit.report import Report
+from trjax.config.run import Config
+from trjax.cost.algorithms import Link
+from trjax.cost.collectives import CALL_SECONDS
+from trjax.cost.machines import Machine, Topology
+from trjax.cost.targets import TARGETS
+from trjax.mesh import AXIS, machine_of
+from trjax.step import collectives
+from trjax.step import layouts as forms
+from trjax.step.compile import lower_step
+from trjax.step.expected import expect
+from trjax.step.plan import make_plan
+from trjax.step.program import Program, make_program
+from trjax.step.rules import analyze_step
+from trjax.xla.compiled import Compiled, compile_lowered
+from trjax.xla.operations import Operation
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 
 def prepared(world_size: int = 2, **changes: Any) -> tuple[Config, Program, Compiled]:
@@ -33,17 +36,17 @@ def prepared(world_size: int = 2, **changes: Any) -> tuple[Config, Program, Comp
     return config, made, compile_lowered(lower_step(made))
 
 
-def judged(config: Config, made: Program, compiled: Compiled, **options: Any) -> Audit:
+def judged(config: Config, made: Program, compiled: Compiled, **options: Any) -> Report:
     machine = machine_of(made.mesh)
-    return audit(compiled, machine, config.global_batch, expect(config, made.plan, machine.topology), **options)
+    return analyze_step(compiled, machine, config.global_batch, expect(config, made.plan, machine.topology), **options)
 
 
-def audited(world_size: int = 2, **options: Any) -> Audit:
+def audited(world_size: int = 2, **options: Any) -> Report:
     return judged(*prepared(world_size), **options)
 
 
-def failed(found: Audit) -> list[str]:
-    return [next(name for name in VERDICTS if name in verdict.text) for verdict in found.verdicts if not verdict.ok]
+def failed(found: Report) -> list[str]:
+    return [verdict.name for verdict in found.verdicts if not verdict.ok]
 
 
 @pytest.mark.fast
@@ -61,7 +64,7 @@ def test_two_groups_are_as_planned(tmp_path: Any) -> None:
     assert summary.images_per_second == pytest.approx(24e3 / summary.step_ms)
     # one CUDA graph replays the whole step
     assert (summary.graphs, summary.graph_launches, summary.launches) == (1, summary.kernels + 2, 0)
-    draw_timeline(tmp_path / "timeline.png", "title", found.timeline)
+    draw_timeline(tmp_path / "timeline.png", "title", found)
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
@@ -75,7 +78,7 @@ def test_statistics_take_one_all_reduce_a_normalisation_and_direction() -> None:
     assert statistics == sorted([4 * (2 * c + 1) for c in channels] + [4 * 2 * c for c in channels])
 
 
-def by_hand(*, waits: bool = False, copies: bool = False) -> Audit:
+def by_hand(*, waits: bool = False, copies: bool = False) -> Report:
     """A step of one group: a gradient, its AllReduce, a kernel beside, the update; with what is to be caught."""
     leaves = {"body": {"kernel": jax.ShapeDtypeStruct((1000,), jnp.float32)}}
     plan = make_plan(leaves, {}, ("stem", "body", "head"))
@@ -93,7 +96,7 @@ def by_hand(*, waits: bool = False, copies: bool = False) -> Audit:
     operations = [gradient, *([copied] if copies else []), fill, start, *between, update]
     machine = Machine(TARGETS["h100"], Topology(2, 1), Link(1e8, 0.0), Link(1e8, 0.0))
     expected = expect(tiny_config(), plan, machine.topology)
-    return audit(Compiled(None, "", tuple(operations), 0, 0, ()), machine, 8, expected)
+    return analyze_step(Compiled(None, "", tuple(operations), 0, 0, ()), machine, 8, expected)
 
 
 @pytest.mark.fast

@@ -18,17 +18,17 @@ from helpers import (
     worst_kind_error,
 )
 
-from trjax import collectives
-from trjax.backward import score
-from trjax.buckets import at_launches
-from trjax.chain import Chain, evaluate_chain, init_chain
-from trjax.config import Config, DataConfig
+from trjax.config.run import Config, DataConfig
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import AXIS, make_mesh
-from trjax.options import INIT_OPTIONS
-from trjax.program import make_program
-from trjax.resnet import Block, Head, StemSegment, make_resnet
+from trjax.models.chain import Chain, evaluate_chain, init_chain
+from trjax.models.resnet import Block, Head, StemSegment, make_resnet
+from trjax.step import collectives
+from trjax.step.buckets import at_launches
+from trjax.step.options import INIT_OPTIONS
+from trjax.step.program import make_program
+from trjax.step.scores import score
 
 EXACT = 1e-6
 """Relative error that float32 sums in another order may leave: some ten times the rounding of one number."""

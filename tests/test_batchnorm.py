@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from helpers import noise_block, spread, tiny_program
 
-from trjax.batchnorm import EPSILON, BatchNorm, fold_batchnorm
-from trjax.chain import evaluate_chain
+from trjax.models.batchnorm import EPSILON, BatchNorm, fold_batchnorm
+from trjax.models.chain import evaluate_chain
 
 ROUNDING = 1e-5
 

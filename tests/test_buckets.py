@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trjax.buckets import (
+from trjax.config.presets import preset_config
+from trjax.step.buckets import (
     MIB_BYTES,
     Kind,
     Tensor,
@@ -20,10 +21,9 @@ from trjax.buckets import (
     one_group,
     registration_key,
     two_groups,
-)  # fmt: skip
-from trjax.plan import list_tensors
-from trjax.presets import preset_config
-from trjax.program import shape_run
+)
+from trjax.step.plan import list_tensors
+from trjax.step.program import shape_run
 
 pytestmark = pytest.mark.fast
 

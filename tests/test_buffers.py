@@ -1,15 +1,17 @@
 """Layouts and paths of gradients worked by hand."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from trjax.buffers import gradient_path, group_layout, group_of
-from trjax.compiled import Buffer, Compiled
-from trjax.operations import Operation
-from trjax.plan import make_plan
+from trjax.audit.gradients import find_copies, find_offsets
+from trjax.step.plan import make_plan
+from trjax.step.rules import group_of
+from trjax.xla.dumps import Buffer
+from trjax.xla.operations import Operation
 
 pytestmark = pytest.mark.fast
 
@@ -32,24 +34,27 @@ IN_PLACE = (
 )
 
 
-def compiled(*buffers: Buffer) -> Compiled:
-    return Compiled(None, "", (DEEP, FIRST), 0, 0, buffers)
+def offsets(*buffers: Buffer) -> tuple[int, ...] | None:
+    return find_offsets(buffers, (DEEP, FIRST))
+
+
+copies = partial(find_copies, gathers=lambda _: True)
 
 
 def test_groups_in_place_in_one_allocation() -> None:
     assert [group.size_bytes for group in PLAN.groups] == [420, 800]
     assert PLAN.offsets_bytes == (1024, 0)
-    assert group_layout(compiled(*IN_PLACE), PLAN) == (True, (1024, 0))
+    assert offsets(*IN_PLACE) == PLAN.offsets_bytes
 
 
 def test_other_layouts_are_told() -> None:
-    assert group_layout(compiled(), PLAN) == (None, ())
+    assert offsets() is None
     elsewhere = [replace(buffer, allocation=9) if buffer.name in ("fill1", "s1") else buffer for buffer in IN_PLACE]
-    assert group_layout(compiled(*elsewhere), PLAN) == (False, (1024, 0))
+    assert offsets(*elsewhere) == ()
     shifted = [replace(buffer, offset_bytes=2048) if buffer.name in ("fill1", "s1") else buffer for buffer in IN_PLACE]
-    assert group_layout(compiled(*shifted), PLAN) == (False, (2048, 0))
+    assert offsets(*shifted) == (2048, 0)
     copied = [replace(buffer, offset_bytes=4096) if buffer.name == "s1" else buffer for buffer in IN_PLACE]
-    assert group_layout(compiled(*copied), PLAN) == (False, ())  # not in place
+    assert offsets(*copied) == ()  # not in place
 
 
 def test_groups_by_scope() -> None:
@@ -64,10 +69,10 @@ def test_transposes_and_copies_on_the_way_of_a_gradient() -> None:
 
     done = Operation("d1", "done", "", 0, 0, 0.0, "f32", ("s1",))
     clean = [kernel("g"), kernel("fill1", "g"), DEEP, done, kernel("update", "d1")]
-    assert gradient_path(clean) == (0, 0)
+    assert copies(clean) == (0, 0)
     elsewhere = [kernel("forward", transposes=True), *clean]
-    assert gradient_path(elsewhere) == (0, 0)
+    assert copies(elsewhere) == (0, 0)
     turned = [*clean[:-1], kernel("update", "d1", transposes=True)]
-    assert gradient_path(turned) == (1, 0)
+    assert copies(turned) == (1, 0)
     moved = [kernel("g"), kernel("turn", "g", transposes=True, moves_only=True), kernel("fill1", "turn"), *clean[2:]]
-    assert gradient_path(moved) == (1, 420)
+    assert copies(moved) == (1, 420)

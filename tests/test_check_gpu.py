@@ -13,7 +13,7 @@ import pytest
 from helpers import GPU_PROFILE
 from jax.profiler import ProfileData
 
-from trjax.profiling import UNNAMED, Event, Trace, read_trace
+from trjax.run.profile import UNNAMED, Event, Trace, read_trace
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "check_gpu.py"
 CHECK = runpy.run_path(str(SCRIPT))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trjax.checkpoint import About, Checkpoints, decode, encode
-from trjax.state import TrainState
+from trjax.run.checkpoints import About, Checkpoints, decode, encode
+from trjax.step.state import TrainState
 
 pytestmark = pytest.mark.fast
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import CIFAR_COUNT, pack_cifar, shrink_cifar, write_cifar
 
-from trjax.config import DataConfig
+from trjax.config.run import DataConfig
 from trjax.data import cifar
 from trjax.data.sources import load
 

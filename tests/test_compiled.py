@@ -4,13 +4,15 @@ import jax
 import numpy as np
 from helpers import one_block_chain, tiny_config, tiny_program
 
-from trjax.compilation import lower_step
-from trjax.compiled import Buffer, compile_lowered, count_launches, parse_buffers
+from trjax.cost.targets import find_target
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
-from trjax.mesh import REPLICATED, make_mesh, make_topology_mesh, placement
-from trjax.program import make_program
-from trjax.targets import compile_config, find_target
+from trjax.mesh import REPLICATED, make_mesh, placement
+from trjax.step.compile import lower_step
+from trjax.step.program import make_program
+from trjax.xla.compiled import compile_lowered
+from trjax.xla.dumps import Buffer, count_launches, parse_buffers
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 # jax 0.12 prints the page, and leaves out a value that shares another's place.
 ASSIGNMENT = """BufferAssignment:

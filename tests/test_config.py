@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
-from trjax.presets import PRESETS, parse_config
-from trjax.tables import config_from_table, config_to_toml, read_table
+from trjax.config.command_line import parse_config
+from trjax.config.presets import PRESETS
+from trjax.config.run import Config, DataConfig, ModelConfig, OptimConfig
+from trjax.config.toml import config_from_table, config_to_toml, read_table
 
 pytestmark = pytest.mark.fast
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 from jax.test_util import check_grads
 
-from trjax.convolution import convolve
+from trjax.models.convolution import convolve
 
 DIMS = ("NHWC", "HWIO", "NHWC")
 SHAPES = [

@@ -1,6 +1,6 @@
 import pytest
 
-from trjax.algorithms import (
+from trjax.cost.algorithms import (
     Link,
     infer_efficiency,
     predict_double_tree,
@@ -11,21 +11,11 @@ from trjax.algorithms import (
     predict_zero1,
     predict_zero3,
 )
-from trjax.cost import (
-    CALL_SECONDS,
-    LAUNCH_SECONDS,
-    Machine,
-    Topology,
-    flat_link,
-    make_machine,
-    parse_topology,
-    predict_algorithms,
-    predict_all_reduce,
-    predict_efficiency,
-    predict_kernel,
-    predict_speedup,
-)
-from trjax.targets import TARGETS
+from trjax.cost.collectives import CALL_SECONDS, predict_algorithms, predict_all_reduce
+from trjax.cost.kernels import LAUNCH_SECONDS, predict_kernel
+from trjax.cost.machines import Machine, Topology, flat_link, make_machine, parse_topology
+from trjax.cost.scaling import predict_efficiency, predict_speedup
+from trjax.cost.targets import TARGETS
 
 pytestmark = pytest.mark.fast
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from trjax.config import DataConfig
+from trjax.config.run import DataConfig
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch, count_batches, epoch_order, eval_batches, train_batches
 from trjax.data.sources import ArraySource, describe, load

@@ -16,14 +16,14 @@ import pytest
 from PIL import Image
 
 from trjax import preview
-from trjax.config import Config, DataConfig
+from trjax.config.run import Config, DataConfig
 from trjax.data import cifar, download, pack
 from trjax.data.__main__ import main
 from trjax.data.batches import Batch, epoch_order
 from trjax.data.folders import Files
 from trjax.data.shards import LeftOut, open_shards
 from trjax.data.sources import describe, load
-from trjax.program import make_prepare
+from trjax.step.program import make_prepare
 
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.uint8))
 FILE = Path("dst/cifar-10-python.tar.gz")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from helpers import spread, tiny_program
 
-from trjax.chain import evaluate_chain
 from trjax.data.augment import normalise
 from trjax.data.batches import eval_batches
 from trjax.data.sources import ArraySource, DataSpec
-from trjax.step import init_totals
+from trjax.models.chain import evaluate_chain
+from trjax.step.evaluation import init_totals
 
 BATCH = 24
 SIZES = [1, BATCH - 1, BATCH, BATCH + 1, 5 * BATCH + 3]

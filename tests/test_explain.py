@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 from jax.experimental import topologies
 
-import trjax.explain_step
-import trjax.train
-from trjax.explain import main
+from trjax.config.presets import preset_config
+from trjax.explain.__main__ import main
+from trjax.explain.step import explain_step
+from trjax.run.fit import fit
 
 STEP = ["step", "--preset", "cifar10-resnet20", "--model.arch", "resnet8", "--topology", "1x2"]
 
@@ -81,11 +82,11 @@ def test_the_step_is_the_one_that_train_runs(monkeypatch: pytest.MonkeyPatch, tm
     def stop(*_: object, **__: object) -> None:
         raise ValueError("the one factory was called")
 
-    monkeypatch.setattr("trjax.program.make_train_step", stop)
+    monkeypatch.setattr("trjax.step.program.make_train_step", stop)
     with pytest.raises(ValueError, match="the one factory"):
-        trjax.explain_step.explain_step(STEP[1:])
+        explain_step(STEP[1:])
     with pytest.raises(ValueError, match="the one factory"):
-        trjax.train.train(trjax.explain_step.parse_options([], "", "", trjax.explain_step.PlanOptions())[0])
+        fit(preset_config("digits"))
 
 
 @pytest.mark.fast

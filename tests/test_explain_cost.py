@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trjax.algorithms import Link
-from trjax.cost import Machine, Topology, predict_algorithms
-from trjax.explain import main
-from trjax.explain_cost import describe_costs, find_crossovers
-from trjax.targets import TARGETS
+from trjax.cost.algorithms import Link
+from trjax.cost.collectives import predict_algorithms
+from trjax.cost.machines import Machine, Topology
+from trjax.cost.targets import TARGETS
+from trjax.explain.__main__ import main
+from trjax.explain.cost import describe_costs, find_crossovers
 
 pytestmark = pytest.mark.fast
 
@@ -180,7 +181,7 @@ def test_the_ends_of_the_ranges(ranks: str, size_bytes: str) -> None:
 
 
 def test_the_command_does_not_wait_for_jax() -> None:
-    code = "import sys, trjax.explain as it; it.main(['cost']); assert 'jax' not in sys.modules"
+    code = "import sys, trjax.explain.__main__ as it; it.main(['cost']); assert 'jax' not in sys.modules"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("102 MB on each of 64 ranks, 8x8: ")

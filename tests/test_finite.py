@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from helpers import Dense, tiny_config, tiny_program
 
-from trjax.config import OptimConfig, Reducing
+from trjax.config.run import OptimConfig, Reducing
 from trjax.data.batches import Batch, train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh
-from trjax.plan import NUM_SCORES
-from trjax.program import Program, make_program
+from trjax.step.plan import NUM_SCORES
+from trjax.step.program import Program, make_program
 
 REDUCERS: tuple[Reducing, ...] = (
     "two_group", "auto", "single", "per_leaf", "ddp", "ring", "hierarchical", "zero1",

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from helpers import Dense, dense_chain, noise_block, one_block_chain, reduced_on, tiny_config
 
-from trjax.chain import init_chain
-from trjax.compilation import lower_step
-from trjax.compiled import compile_lowered
-from trjax.cost import make_machine, parse_topology
+from trjax.config.presets import preset_config
+from trjax.cost.machines import make_machine, parse_topology
+from trjax.cost.targets import TARGETS
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh
-from trjax.plan import name_leaves
-from trjax.planning import plan_run
-from trjax.presets import preset_config
-from trjax.program import Program, make_program, shape_run
-from trjax.targets import TARGETS
+from trjax.models.chain import init_chain
+from trjax.step.compile import lower_step
+from trjax.step.planner import plan_run
+from trjax.step.program import Program, make_program, shape_run
+from trjax.trees import name_leaves
+from trjax.xla.compiled import compile_lowered
 
 
 def step(made: Program) -> tuple[Any, Any]:

@@ -7,11 +7,12 @@ from helpers import one_block_chain, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trjax.chain import init_chain
-from trjax.cost import Link, Machine, Topology, make_machine
-from trjax.grouping import INDIFFERENT_SECONDS, SegmentCost, choose_launches, predict_exposed, predict_segments
-from trjax.plan import make_plan
-from trjax.targets import TARGETS
+from trjax.cost.algorithms import Link
+from trjax.cost.machines import Machine, Topology, make_machine
+from trjax.cost.targets import TARGETS
+from trjax.models.chain import init_chain
+from trjax.step.grouping import INDIFFERENT_SECONDS, SegmentCost, choose_launches, predict_exposed, predict_segments
+from trjax.step.plan import make_plan
 
 pytestmark = pytest.mark.fast
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trjax.hlo import Shape, parse_module, parse_shapes
+from trjax.xla.hlo import Shape, parse_module, parse_shapes
 
 pytestmark = pytest.mark.fast
 

@@ -18,15 +18,16 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from trjax import export, predict
-from trjax.chain import evaluate_chain, init_chain
-from trjax.config import ModelConfig
+from trjax.config.run import ModelConfig
 from trjax.data.augment import normalise
 from trjax.data.sources import load
-from trjax.interchange import from_torch, read_weights, to_torch, torch_name
-from trjax.plan import name_leaves
-from trjax.resnet import make_resnet
-from trjax.saved import open_model
-from trjax.train import main, train
+from trjax.models.chain import evaluate_chain, init_chain
+from trjax.models.resnet import make_resnet
+from trjax.models.weights import from_torch, read_weights, to_torch, torch_name
+from trjax.run.fit import fit
+from trjax.run.trained import open_model
+from trjax.train import main
+from trjax.trees import name_leaves
 
 RUN = replace(tiny_config(epochs=1), model=ModelConfig(arch="resnet8", width=4), devices="0-1", workdir="run")
 
@@ -34,7 +35,7 @@ RUN = replace(tiny_config(epochs=1), model=ModelConfig(arch="resnet8", width=4),
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
-    assert train(replace(RUN, workdir=str(folder), optim=replace(RUN.optim, ema_decay=0.5))).finished
+    assert fit(replace(RUN, workdir=str(folder), optim=replace(RUN.optim, ema_decay=0.5))).finished
     return folder
 
 
@@ -156,11 +157,11 @@ def test_an_export_holds_the_running_means_and_starts_another_run(
 
     # A rate next to nothing: what it starts from is what it ends with.
     slow = replace(RUN, workdir="slow", init_from="model.safetensors", optim=replace(RUN.optim, learning_rate=1e-30))
-    train(slow)
+    fit(slow)
     tuned = open_model(Path("slow"), "last")
     jax.tree.map(np.testing.assert_array_equal, tuned.params, model.params)
     fewer = replace(slow, workdir="fewer", data=replace(DATA, num_classes=7))
-    train(fewer)
+    fit(fewer)
     assert "has no head/fc/bias, head/fc/kernel of this size: these begin anew" in capsys.readouterr().out
     assert name_leaves(open_model(Path("fewer")).params)["head/fc/kernel"].shape == (16, 7)
 

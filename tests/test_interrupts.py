@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trjax.interrupts import STOPPED, catch_interrupts
+from trjax.run.signals import STOPPED, catch_interrupts
 
 pytestmark = pytest.mark.fast
 
@@ -29,7 +29,7 @@ def test_the_first_signal_asks_to_stop(number: int, capfd: pytest.CaptureFixture
 def test_the_second_ends_the_process_while_the_main_thread_is_in_native_code() -> None:
     """As in a compilation: no line of Python runs in the main thread between the two."""
     code = (
-        "import os, signal, time, threading; from trjax.interrupts import catch_interrupts\n"
+        "import os, signal, time, threading; from trjax.run.signals import catch_interrupts\n"
         "import hashlib\n"
         "def later():\n"
         "    for _ in range(2): time.sleep(0.3); os.kill(os.getpid(), signal.SIGTERM)\n"

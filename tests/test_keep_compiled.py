@@ -10,8 +10,8 @@ from helpers import tiny_config
 from jax import monitoring
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from trjax.options import keep_compiled
-from trjax.train import train
+from trjax.run.fit import fit
+from trjax.xla.cache import keep_compiled
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def train_anew(workdir: str, **changes: Any) -> tuple[Any, list[str]]:
     cached: list[str] = []
     monitoring.register_event_listener(lambda event, **_: cached.append(event))
     try:
-        summary = train(tiny_config(epochs=1, workdir=workdir, **changes))
+        summary = fit(tiny_config(epochs=1, workdir=workdir, **changes))
     finally:
         monitoring.clear_event_listeners()
     return summary, [name for name in cached if name.endswith("/cache_hits")]

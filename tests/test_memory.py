@@ -7,12 +7,12 @@ import pytest
 from helpers import attempt, dense_chain, tiny_config
 
 from trjax import memory
-from trjax.compilation import compile_program
-from trjax.config import Config, DataConfig, ModelConfig
+from trjax.config.run import Config, DataConfig, ModelConfig
 from trjax.data.sources import load
 from trjax.memory import present_bytes, require_memory
 from trjax.mesh import make_mesh
-from trjax.program import make_program
+from trjax.step.compile import compile_program
+from trjax.step.program import make_program
 
 
 def test_a_container_may_leave_less(monkeypatch: pytest.MonkeyPatch) -> None:

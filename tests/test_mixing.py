@@ -10,15 +10,15 @@ import optax
 import pytest
 from helpers import DATA, tiny_config
 
-from trjax.backward import score
-from trjax.config import DataConfig
+from trjax.config.run import DataConfig
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs, mix, smooth_labels, swap_neighbours
 from trjax.data.sources import describe
 from trjax.keys import example_keys
 from trjax.mesh import make_mesh
-from trjax.program import make_program
+from trjax.step.program import make_program
+from trjax.step.scores import score
 
 SIZE, CLASSES = 64, 10
 

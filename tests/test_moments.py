@@ -10,11 +10,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from trjax.batchnorm import BatchNorm
-from trjax.collectives import sum_moments
 from trjax.mesh import AXIS, make_mesh
-from trjax.moments import EPSILON, Given, expand, normalise, pays
-from trjax.resnet import ConvNorm
+from trjax.models.batchnorm import BatchNorm
+from trjax.models.moments import EPSILON, Given, expand, normalise, pays
+from trjax.models.resnet import ConvNorm
+from trjax.step.collectives import sum_moments
 
 ROUNDING = 2e-5
 CHANNELS, FEATURES = 5, 8
@@ -105,7 +105,7 @@ def test_a_convolution_of_the_model_is_the_plain_one(stride: int, monkeypatch: p
 
     expanded, products = differentiate()
     assert products
-    monkeypatch.setattr("trjax.resnet.pays", lambda *_: False)
+    monkeypatch.setattr("trjax.models.resnet.pays", lambda *_: False)
     plain, products = differentiate()
     assert not products
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), expanded, plain)

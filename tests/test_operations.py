@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from trjax.hlo import parse_module
-from trjax.operations import Operation, list_operations
+from trjax.xla.hlo import parse_module
+from trjax.xla.operations import Operation, list_operations
 
 pytestmark = pytest.mark.fast
 

@@ -9,8 +9,8 @@ from helpers import attempt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trjax.config import Config, OptimConfig
-from trjax.optim import make_learning_rates, make_optimizer
+from trjax.config.run import Config, OptimConfig
+from trjax.step.optim import make_learning_rates, make_optimizer
 
 pytestmark = pytest.mark.fast
 

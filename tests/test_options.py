@@ -3,10 +3,12 @@ from dataclasses import replace
 import jax
 import pytest
 
-from trjax.config import Config
-from trjax.mesh import make_mesh, make_topology_mesh
-from trjax.options import nccl_settings, probe_options
-from trjax.targets import TARGETS, compile_config
+from trjax.config.run import Config
+from trjax.cost.targets import TARGETS
+from trjax.mesh import make_mesh
+from trjax.step.options import nccl_settings, probe_options
+from trjax.xla.options import find_known_options
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 pytestmark = pytest.mark.fast
 
@@ -28,7 +30,7 @@ def test_every_option_of_the_cpu_is_known() -> None:
 
 def test_what_is_unknown_is_dropped_by_name() -> None:
     known = ("xla_cpu_collective_call_terminate_timeout_seconds", 60)
-    found = probe_options(make_mesh("0-1"), wanted=(("xla_gone", True), known, ("xla_never_was", 1)))
+    found = find_known_options(make_mesh("0-1"), (("xla_gone", True), known, ("xla_never_was", 1)))
     assert found.accepted == dict([known])
     assert sorted(found.dropped) == ["xla_gone", "xla_never_was"]
 

@@ -14,24 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from trjax.config import DataConfig
+from trjax.config.run import DataConfig
 from trjax.data import folders, jpeg
 from trjax.data.batches import epoch_order, eval_batches, train_batches
 from trjax.data.folders import find_files, index_folder
-from trjax.data.images import (
-    MOST_RATIO,
-    draw_box,
-    example_random,
-    open_picture,
-    read_for_evaluation,
-    read_for_training,
-)
+from trjax.data.images import MOST_RATIO, draw_box, example_random, open_picture, read_for_evaluation, read_for_training
 from trjax.data.jpeg import BadImageError, Jpeg, Rows
 from trjax.data.names import class_names
 from trjax.data.pack import How, pack
 from trjax.data.pictures import UNREADABLE
 from trjax.data.sources import describe, load, resolve
-from trjax.train import train
+from trjax.run.fit import fit
 
 SIZE = (8, 8)
 
@@ -275,11 +268,11 @@ def test_bad_pictures_are_left_out_and_named_once(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(write_folder(Path("data"), per_class=8))
-    monkeypatch.setattr("trjax.program.make_chain", lambda config, spec: one_block_chain())
+    monkeypatch.setattr("trjax.step.program.make_chain", lambda config, spec: one_block_chain())
     data = DataConfig(source="images", root="data", image_shape=(8, 8, 3))
     assert load(data)[0].read(np.array([0, 1]), 0)[1].tolist() == [0, UNREADABLE]
     config = tiny_config(data=data, global_batch=8, epochs=3, devices="0-1", workdir="run")
-    train(config)
+    fit(config)
     said = capsys.readouterr().out
     assert said.count("warning: ") == 3
     assert "warning: ant/1.JPEG is left out" in said
@@ -291,17 +284,17 @@ def test_bad_pictures_are_left_out_and_named_once(
     assert "train_examples = 16" in text
     (Path("data") / "train" / "ant" / "more.jpg").write_bytes(encode(scene(9, 9)))
     with pytest.raises(ValueError, match=r"17, 4\] training and test examples, not \[16, 4\]|train_examples"):
-        train(tiny_config(data=data, global_batch=8, epochs=4, devices="0-1", workdir="run"))
+        fit(tiny_config(data=data, global_batch=8, epochs=4, devices="0-1", workdir="run"))
 
 
 def test_a_bad_picture_may_stop_the_run(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damage(write_folder(Path("data"), per_class=8))
-    monkeypatch.setattr("trjax.program.make_chain", lambda config, spec: one_block_chain())
+    monkeypatch.setattr("trjax.step.program.make_chain", lambda config, spec: one_block_chain())
     data = DataConfig(source="images", root="data", image_shape=(8, 8, 3), on_error="stop")
     with pytest.raises(
         ValueError, match=r"(ant/1|bee/0).JPEG: it is .*; mend or remove it, or pass --data.on-error skip"
     ):
-        train(tiny_config(data=data, global_batch=8, epochs=1, devices="0-1", workdir="run"))
+        fit(tiny_config(data=data, global_batch=8, epochs=1, devices="0-1", workdir="run"))
 
 
 def other_classes(root: Path) -> None:

@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trjax.buckets import Kind, Split, at_launches, ddp_buckets, one_each, one_group, two_groups
-from trjax.cost import Machine, make_machine, parse_topology
-from trjax.explain_step import format_plan
-from trjax.packing import cut, flatten, flatten_shard, unflatten
-from trjax.plan import ConvOrder, Plan, make_plan, name_leaves, restore_leaves
-from trjax.planning import compare_groupings
-from trjax.presets import PRESETS
-from trjax.program import shape_run
-from trjax.targets import TARGETS
+from trjax.config.presets import PRESETS
+from trjax.cost.machines import Machine, make_machine, parse_topology
+from trjax.cost.targets import TARGETS
+from trjax.explain.plan import format_plan
+from trjax.step.buckets import Kind, Split, at_launches, ddp_buckets, one_each, one_group, two_groups
+from trjax.step.packing import cut, flatten, flatten_shard, unflatten
+from trjax.step.plan import ConvOrder, Plan, make_plan
+from trjax.step.planner import compare_groupings
+from trjax.step.program import shape_run
+from trjax.trees import name_leaves, restore_leaves
 
 pytestmark = pytest.mark.fast
 

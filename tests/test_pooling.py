@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trjax.pooling import max_pool
+from trjax.models.pooling import max_pool
 
 
 def flax_pool(x: Any, stride: int) -> Any:

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from trjax import processes
 from trjax.mesh import SPLIT, SPLIT_MICRO, make_mesh, own_rows, place
-from trjax.processes import Processes, broadcast, exchange, find_differing, join_processes, require_same
+from trjax.run import processes
+from trjax.run.processes import Processes, broadcast, exchange, find_differing, join_processes, require_same
 
 pytestmark = pytest.mark.fast
 

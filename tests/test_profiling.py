@@ -10,8 +10,19 @@ import pytest
 from helpers import GPU_PROFILE, one_block_chain, tiny_config
 from jax.profiler import ProfileData
 
-from trjax.profiling import UNNAMED, Event, Profiler, Trace, divide, find_gaps, format_parts, length, merge, read_trace
-from trjax.train import train
+from trjax.run.fit import fit
+from trjax.run.profile import (
+    UNNAMED,
+    Event,
+    Profiler,
+    Trace,
+    divide,
+    find_gaps,
+    format_parts,
+    length,
+    merge,
+    read_trace,
+)
 
 
 def test_spans_and_gaps() -> None:
@@ -60,9 +71,9 @@ def test_the_parts_of_a_step_worked_by_hand() -> None:
 def test_a_run_takes_a_profile(
     together: int, begins: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trjax.program.make_chain", lambda config, spec: one_block_chain())
+    monkeypatch.setattr("trjax.step.program.make_chain", lambda config, spec: one_block_chain())
     # five steps an epoch, two epochs
-    train(tiny_config(workdir="run", devices="0-1", profile_steps="7:99", steps_per_dispatch=together))
+    fit(tiny_config(workdir="run", devices="0-1", profile_steps="7:99", steps_per_dispatch=together))
     said = capsys.readouterr().out
     assert f"profile of steps {begins} to 10, in run/profile/" in said  # the end of the epoch ends it
     assert list(Path("run/profile").rglob("*.xplane.pb"))
@@ -74,7 +85,7 @@ def test_a_run_takes_a_profile(
     assert step == pytest.approx(sum(parts) + idle, abs=0.003)
     assert "conv_general_dilated" in said
     with pytest.raises(ValueError, match="profile_steps=11:12: the run ends behind step 10"):
-        train(tiny_config(workdir="other", profile_steps="11:12"))
+        fit(tiny_config(workdir="other", profile_steps="11:12"))
 
 
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:

@@ -14,20 +14,20 @@ from helpers import CIFAR_COUNT, DATA, one_block_chain, shrink_cifar, spread, ti
 from PIL import Image
 from safetensors.numpy import load_file
 
-from trjax.chain import Chain, evaluate_chain
-from trjax.collectives import sum_moments
-from trjax.compilation import lower_step
-from trjax.config import Config, DataConfig, ModelConfig, OptimConfig
+from trjax.config.presets import preset_config
+from trjax.config.run import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.data.augment import make_augment, normalise
 from trjax.data.batches import Batch, eval_batches, train_batches
 from trjax.data.sources import describe, load
 from trjax.mesh import make_mesh
-from trjax.presets import preset_config
-from trjax.program import make_program
-from trjax.resnet import make_resnet
-from trjax.state import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, next_loss_scale
-from trjax.step import init_totals
-from trjax.train import train
+from trjax.models.chain import Chain, evaluate_chain
+from trjax.models.resnet import make_resnet
+from trjax.run.fit import fit
+from trjax.step.collectives import sum_moments
+from trjax.step.compile import lower_step
+from trjax.step.evaluation import init_totals
+from trjax.step.program import make_program
+from trjax.step.state import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, next_loss_scale
 
 EVERYTHING = tiny_config(
     data=replace(DATA, mixup=0.3, cutmix=1.0, flip=True, crop_padding=1),
@@ -101,8 +101,8 @@ def test_a_step_that_is_not_finite_leaves_the_running_mean(monkeypatch: pytest.M
 
 
 def test_the_running_mean_is_evaluated_saved_and_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trjax.program.make_chain", lambda config, spec: chain_of(config))
-    train(replace(EVERYTHING, workdir="whole", devices="0-1"))
+    monkeypatch.setattr("trjax.step.program.make_chain", lambda config, spec: chain_of(config))
+    fit(replace(EVERYTHING, workdir="whole", devices="0-1"))
     records = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines()]
     assert [record["split"] for record in records] == ["train", "test", "ema"] * 2
     assert all(record["examples"] == DATA.test_examples for record in records if record["split"] != "train")
@@ -142,19 +142,19 @@ def test_images_grow_and_each_size_compiles_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two epochs of 4x4, one of 6x6, two of 8x8; resumed, it goes on with the size of its epoch."""
-    monkeypatch.setattr("trjax.program.make_chain", lambda config, spec: chain_of(config))
+    monkeypatch.setattr("trjax.step.program.make_chain", lambda config, spec: chain_of(config))
     data = replace(EVERYTHING.data, sizes=(4, 6), size_epochs=(2, 3))
     config = replace(EVERYTHING, data=data, epochs=5, workdir="run", devices="0-1")
     jax.config.update("jax_log_compiles", True)  # in all threads
     try:
         with caplog.at_level(logging.WARNING, logger="jax"):
-            assert train(config).finished
+            assert fit(config).finished
     finally:
         jax.config.update("jax_log_compiles", False)
     compiled = [record for record in caplog.records if "Compiling jit(block_step)" in record.getMessage()]
     assert len(compiled) == 3
     caplog.clear()
-    assert train(replace(config, epochs=6)).step == 30  # nothing of the smaller ones is compiled again
+    assert fit(replace(config, epochs=6)).step == 30  # nothing of the smaller ones is compiled again
     program = make_program(config, make_mesh("0-1"), chain_of(config))
     texts = {size: lower_step(program, size).as_text() for size in (4, 6, 0)}
     for size, text in texts.items():
@@ -184,7 +184,7 @@ def test_float16_trains_as_float32_does(monkeypatch: pytest.MonkeyPatch) -> None
     base = replace(base, optim=replace(base.optim, warmup_epochs=1.0), model=replace(base.model, width=8))
     losses = {}
     for precision in ("float32", "float16"):
-        assert train(replace(base, precision=precision, workdir=precision)).finished
+        assert fit(replace(base, precision=precision, workdir=precision)).finished
         records = [json.loads(line) for line in Path(precision, "metrics.jsonl").read_text().splitlines()]
         losses[precision] = [record["loss"] for record in records]
         assert all(record["skipped"] == 0 for record in records)
@@ -254,7 +254,7 @@ def test_the_recipes_of_cifar_train_from_its_files(name: str, monkeypatch: pytes
         model=replace(preset.model, arch="resnet8", stem="default", width=4),
         optim=replace(preset.optim, milestones=(1,) if preset.optim.milestones else (), warmup_epochs=0),
     )  # fmt: skip
-    summary = train(config)
+    summary = fit(config)
     assert (summary.finished, summary.step) == (True, 2 * -(-5 * CIFAR_COUNT // 8))
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert all(0 < record["loss"] < 10 for record in records)

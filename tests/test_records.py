@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event
 
-from trjax.records import Record, append_metrics, make_record, open_board, trim_metrics
+from trjax.run.records import Record, append_metrics, make_record, open_board, trim_metrics
 
 pytestmark = pytest.mark.fast
 

@@ -22,21 +22,22 @@ from helpers import (
     worst_kind_error,
 )  # fmt: skip
 
-from trjax.audit import audit
-from trjax.buckets import at_launches
-from trjax.chain import init_chain
-from trjax.compilation import lower_step
-from trjax.compiled import compile_lowered
-from trjax.config import Config, OptimConfig, Reducing
-from trjax.cost import Topology
-from trjax.mesh import make_topology_mesh
-from trjax.options import DETERMINISTIC
-from trjax.packing import join_shards
-from trjax.plan import make_plan
-from trjax.planning import expect, machine_of
-from trjax.program import _step_options, make_program
-from trjax.reducers import make_reducer
-from trjax.targets import TARGETS, compile_config
+from trjax.config.run import Config, OptimConfig, Reducing
+from trjax.cost.machines import Topology
+from trjax.cost.targets import TARGETS
+from trjax.mesh import machine_of
+from trjax.models.chain import init_chain
+from trjax.step.buckets import at_launches
+from trjax.step.compile import lower_step
+from trjax.step.expected import expect
+from trjax.step.options import DETERMINISTIC, train_step_options
+from trjax.step.packing import join_shards
+from trjax.step.plan import make_plan
+from trjax.step.program import make_program
+from trjax.step.reducers import make_reducer
+from trjax.step.rules import analyze_step
+from trjax.xla.compiled import compile_lowered
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 EXACT = 2e-6
 """Relative error that float32 sums in another order may leave, by kind of leaf."""
@@ -176,7 +177,7 @@ def test_programs_hold_what_the_reducer_says(name: Any, topology: tuple[int, int
     program = make_program(config, mesh, dense_chain("sync" if config.bn == "sync" else "local"))
     expected = expect(config, program.plan, Topology(*topology))
     compiled = compile_lowered(lower_step(program))
-    found = audit(compiled, machine_of(mesh), config.global_batch, expected)
+    found = analyze_step(compiled, machine_of(mesh), config.global_batch, expected)
     calls = [(row.group, row.collective, row.bytes) for row in found.collectives]
     if name == "per_leaf":  # the compiler puts these together
         assert sum(row.bytes for row in found.collectives) == sum(group.size_bytes for group in program.plan.groups)
@@ -197,5 +198,5 @@ def test_determinism_reaches_the_ordinary_step_too() -> None:
     mesh = make_topology_mesh(compile_config(TARGETS["h100"]), 1, 2)
     config = tiny_config(reducer="per_leaf", deterministic=True)
     plan = make_program(config, mesh, dense_chain()).plan
-    assert _step_options(config, make_reducer(config), plan, mesh) == DETERMINISTIC[mesh.devices.flat[0].platform]
-    assert _step_options(replace(config, deterministic=False), make_reducer(config), plan, mesh) is None
+    assert train_step_options(config, make_reducer(config), plan, mesh) == DETERMINISTIC[mesh.devices.flat[0].platform]
+    assert train_step_options(replace(config, deterministic=False), make_reducer(config), plan, mesh) is None

@@ -6,17 +6,18 @@ import jax
 import pytest
 from helpers import noise_block, one_block_chain, reduced_on, relative_error, spread, tiny_config, worst_kind_error
 
-from trjax.audit import audit
-from trjax.chain import init_chain
-from trjax.collectives import sum_moments
-from trjax.compilation import lower_step
-from trjax.compiled import Compiled, compile_lowered
-from trjax.cost import parse_topology
-from trjax.mesh import make_topology_mesh
-from trjax.planning import expect, machine_of
-from trjax.program import make_program
-from trjax.resnet import make_resnet
-from trjax.targets import TARGETS, compile_config
+from trjax.cost.machines import parse_topology
+from trjax.cost.targets import TARGETS
+from trjax.mesh import machine_of
+from trjax.models.chain import init_chain
+from trjax.models.resnet import make_resnet
+from trjax.step.collectives import sum_moments
+from trjax.step.compile import lower_step
+from trjax.step.expected import expect
+from trjax.step.program import make_program
+from trjax.step.rules import analyze_step
+from trjax.xla.compiled import Compiled, compile_lowered
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 Remat = Literal["none", "stage", "block"]
 EXACT = 2e-6
@@ -53,7 +54,7 @@ def compiled_for_two(remat: Remat, arch: str = "resnet20", **changes: object) ->
     program = make_program(config, mesh, chain)
     compiled = compile_lowered(lower_step(program))
     expected = expect(config, program.plan, parse_topology("1x2"))
-    found = audit(compiled, machine_of(mesh), config.global_batch, expected)
+    found = analyze_step(compiled, machine_of(mesh), config.global_batch, expected)
     return compiled, [verdict.text for verdict in found.verdicts if not verdict.ok]
 
 

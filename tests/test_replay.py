@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from helpers import noise_block, one_block_chain
 
-from trjax.chain import init_chain
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
-from trjax.replay import find_first
+from trjax.models.chain import init_chain
+from trjax.run.replay import find_first
 from trjax.train import main
 
 TINY = [

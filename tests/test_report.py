@@ -12,8 +12,8 @@ import pytest
 from helpers import tiny_config
 
 from trjax import report
-from trjax.config import OptimConfig
-from trjax.tables import config_to_toml
+from trjax.config.run import OptimConfig
+from trjax.config.toml import config_to_toml
 
 
 def write_run(folder: str, rate: float, steps: int = 4) -> None:

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trjax.chain import init_chain
 from trjax.keys import example_keys
-from trjax.plan import name_leaves
-from trjax.pooling import blur
-from trjax.resnet import ARCHITECTURES, Block, ConvNorm, Head, make_resnet
+from trjax.models.chain import init_chain
+from trjax.models.pooling import blur
+from trjax.models.resnet import ARCHITECTURES, Block, ConvNorm, Head, make_resnet
+from trjax.trees import name_leaves
 
 pytestmark = pytest.mark.fast
 

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from trjax.audit import Audit, audit
-from trjax.compilation import lower_step
-from trjax.compiled import compile_lowered
-from trjax.config import ModelConfig
-from trjax.cost import make_machine, parse_topology
-from trjax.mesh import make_topology_mesh
-from trjax.options import probe_options
-from trjax.planning import expect
-from trjax.presets import preset_config
-from trjax.program import make_program
-from trjax.targets import compile_config, find_target
+from trjax.audit.report import Report
+from trjax.config.presets import preset_config
+from trjax.config.run import ModelConfig
+from trjax.cost.machines import make_machine, parse_topology
+from trjax.cost.targets import find_target
+from trjax.step.compile import lower_step
+from trjax.step.expected import expect
+from trjax.step.options import probe_options
+from trjax.step.program import make_program
+from trjax.step.rules import analyze_step
+from trjax.xla.compiled import compile_lowered
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 IMAGES_PER_GPU = 256
 EXPANDED = [(56, 64, 4), (28, 128, 4), (28, 256, 1), (14, 256, 6), (14, 512, 1), (7, 512, 3), (7, 1024, 1)]
@@ -31,7 +32,7 @@ SLOW_LINK_MS = 0.1
 @cache
 def audited(
     preset: str = "imagenet-resnet50", target: str = "h100", topology: str = "1x8", arch: str = "", **changes: Any
-) -> Audit:
+) -> Report:
     shape, gpu = parse_topology(topology), find_target(target)
     config = replace(preset_config(preset), global_batch=IMAGES_PER_GPU * shape.world_size, **changes)
     config = replace(config, model=ModelConfig(arch=arch)) if arch else config  # type: ignore[arg-type]
@@ -39,10 +40,12 @@ def audited(
     made = make_program(config, mesh)
     compiled = compile_lowered(lower_step(made))
     machine = make_machine(gpu, shape, config.link_gbytes)
-    return audit(compiled, machine, config.global_batch, expect(config, made.plan, shape), probe_options(mesh).dropped)
+    return analyze_step(
+        compiled, machine, config.global_batch, expect(config, made.plan, shape), probe_options(mesh).dropped
+    )
 
 
-def assert_ok(found: Audit) -> None:
+def assert_ok(found: Report) -> None:
     assert [verdict.text for verdict in found.verdicts if not verdict.ok] == []
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from helpers import one_block_chain, tiny_config, tiny_program
 
-from trjax.collectives import sum_moments
-from trjax.compilation import compile_program, lower_step
-from trjax.config import Config, DataConfig
+from trjax.config.run import Config, DataConfig
 from trjax.data.batches import Batch, train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh
-from trjax.program import Program, make_program
+from trjax.step.collectives import sum_moments
+from trjax.step.compile import compile_program, lower_step
+from trjax.step.program import Program, make_program
 
 CURVE = 1e-6
 """Relative difference of two losses, over 20 steps, that differ only in the order of float32 sums: eight roundings

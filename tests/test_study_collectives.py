@@ -7,11 +7,11 @@ import study_collectives
 from helpers import noise_block, one_block_chain, reduced_on, spread
 from study_collectives import Traffic, count_traffic, double_tree_parents, make_sum, parameter_server, tree
 
-from trjax import collectives
-from trjax.algorithms import Link, predict_double_tree, predict_parameter_server, predict_ring, predict_tree
-from trjax.chain import init_chain
-from trjax.collectives import Launch
+from trjax.cost.algorithms import Link, predict_double_tree, predict_parameter_server, predict_ring, predict_tree
 from trjax.mesh import SPLIT, make_mesh, placement
+from trjax.models.chain import init_chain
+from trjax.step import collectives
+from trjax.step.collectives import Launch
 
 COUNTS = [1, 2, 3, 4, 8]
 SIZES = [24, 25, 1]  # the least common multiple of the counts, one more, and less than there are devices

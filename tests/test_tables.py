@@ -13,10 +13,11 @@ from helpers import attempt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trjax.config import Config
-from trjax.presets import PRESETS, parse_config
-from trjax.tables import config_from_table, config_to_toml, read_table
-from trjax.workdir import flat_options
+from trjax.config.command_line import parse_config
+from trjax.config.presets import PRESETS
+from trjax.config.run import Config
+from trjax.config.toml import config_from_table, config_to_toml, read_table
+from trjax.run.workdir import flat_options
 
 pytestmark = pytest.mark.fast
 

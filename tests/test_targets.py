@@ -1,7 +1,7 @@
 import pytest
 
-from trjax.mesh import make_topology_mesh
-from trjax.targets import CPU, TARGETS, compile_config, find_target, target_of_device
+from trjax.cost.targets import CPU, TARGETS, find_target, target_of_device
+from trjax.xla.topology import compile_config, make_topology_mesh
 
 pytestmark = pytest.mark.fast
 

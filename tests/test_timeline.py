@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from trjax.operations import Kind, Operation
-from trjax.timeline import replay
+from trjax.audit.timeline import replay
+from trjax.xla.operations import Kind, Operation
 
 pytestmark = pytest.mark.fast
 

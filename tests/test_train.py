@@ -22,21 +22,22 @@ from helpers import CIFAR_COUNT, DATA, one_block_chain, shrink_cifar, spread, ti
 from safetensors import numpy as safetensors
 from safetensors.numpy import load_file
 
-from trjax import train as train_module
-from trjax.checkpoint import About, Checkpoints, decode
-from trjax.collectives import sum_moments
-from trjax.compilation import compile_program
-from trjax.config import Config, DataConfig, OptimConfig
+from trjax.config.run import Config, DataConfig, OptimConfig
+from trjax.config.toml import read_table
 from trjax.data import sources
 from trjax.data.batches import epoch_order
-from trjax.loop import BadNumbersError
 from trjax.mesh import make_mesh
-from trjax.program import make_program
-from trjax.resnet import Head
-from trjax.start import start_run
-from trjax.tables import read_table
-from trjax.train import Summary, format_summary, main, train
-from trjax.workdir import lock_workdir
+from trjax.models.resnet import Head
+from trjax.run import fit as fit_module
+from trjax.run.checkpoints import About, Checkpoints, decode
+from trjax.run.fit import RunSummary, fit, format_summary
+from trjax.run.loop import BadNumbersError
+from trjax.run.start import start_run
+from trjax.run.workdir import lock_workdir
+from trjax.step.collectives import sum_moments
+from trjax.step.compile import compile_program
+from trjax.step.program import make_program
+from trjax.train import main
 
 TINY = [
     "--data.source", "synthetic", "--data.image-shape", "8", "8", "3", "--data.train-examples", "60",
@@ -50,7 +51,7 @@ STEPS_PER_EPOCH = 3
 def _small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, the configured ResNet is one block: it compiles in a second or two."""
     chain_of = lambda config, spec: one_block_chain(sum_moments if config.bn == "sync" else None)  # noqa: E731
-    monkeypatch.setattr("trjax.program.make_chain", chain_of)
+    monkeypatch.setattr("trjax.step.program.make_chain", chain_of)
 
 
 def lines(workdir: Path | str) -> list[dict[str, Any]]:
@@ -73,8 +74,8 @@ def run_tiny(workdir: str, stop_after: int = 0, **changes: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if stop_after:
             # asked before an epoch, after each step, before an evaluation, and after each of its batches
-            patch.setattr(train_module, "catch_interrupts", lambda: nullcontext(interrupted))
-        return train(config)
+            patch.setattr(fit_module, "catch_interrupts", lambda: nullcontext(interrupted))
+        return fit(config)
 
 
 def final_state(workdir: str, config: Config, devices: str = "0") -> Any:
@@ -125,8 +126,8 @@ def test_stopping_after_any_step_and_resuming_is_bitwise_nothing(monkeypatch: py
     config, total = tiny_config(epochs=2, log_every=2, data=AUGMENTED), 2 * 5
     program = make_program(config, make_mesh("0-1"))
     compiled = compile_program(program)
-    monkeypatch.setattr("trjax.start.make_program", lambda *_: program)
-    monkeypatch.setattr(train_module, "compile_program", lambda *_: compiled)
+    monkeypatch.setattr("trjax.run.start.make_program", lambda *_: program)
+    monkeypatch.setattr(fit_module, "compile_program", lambda *_: compiled)
     run_tiny("whole", devices="0-1", data=AUGMENTED)
     whole = final_state("whole", config)
     assert int(whole.step) == total
@@ -319,7 +320,7 @@ def test_metrics_of_steps_done_again_are_dropped() -> None:
 def test_another_model_is_named_by_what_differs() -> None:
     run_tiny("run")
     with pytest.raises(ValueError, match=r"is of another model .*is float32\[10\] there and float32\[11\] here"):
-        train(tiny_config(workdir="run", log_every=2, epochs=3), {**one_block_chain(), "head": Head(11)})
+        fit(tiny_config(workdir="run", log_every=2, epochs=3), {**one_block_chain(), "head": Head(11)})
 
 
 def test_training_set_of_another_size_is_refused() -> None:
@@ -504,14 +505,14 @@ def test_a_device_that_runs_out_of_memory_says_what_it_takes(
     def full(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes.")
 
-    monkeypatch.setattr(train_module, "run_loop", full)
+    monkeypatch.setattr(fit_module, "run_loop", full)
     assert main([*TINY, "--epochs", "1", "--workdir", "run"]) == 1
     error = capsys.readouterr().err
     assert re.search(
         r"out of memory: the step needs 0\.\d\d GB on each device, which has \d+\.\d\d GB; use a smaller", error
     )
     assert "--accumulate, --remat stage, or --reducer zero1" in error
-    monkeypatch.setattr(train_module, "compile_program", full)
+    monkeypatch.setattr(fit_module, "compile_program", full)
     assert main([*TINY, "--epochs", "1", "--workdir", "run"]) == 1
     assert re.search(
         r"out of memory: compiling needs more than each device has, \d+\.\d\d GB; use", capsys.readouterr().err
@@ -519,7 +520,7 @@ def test_a_device_that_runs_out_of_memory_says_what_it_takes(
 
 
 def test_what_is_said_at_the_end() -> None:
-    summary = Summary(False, 7, None, (3, 0.5), Path("run"), 2.4)
+    summary = RunSummary(False, 7, None, (3, 0.5), Path("run"), 2.4)
     assert format_summary(summary).splitlines() == [
         "stopped at step 7 after 2 s",
         "best test top-1 50.00% at step 3",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trjax.watchdog import HUNG, watch
+from trjax.run.watchdog import HUNG, watch
 
 pytestmark = pytest.mark.fast
 

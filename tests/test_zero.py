@@ -12,15 +12,15 @@ import optax
 import pytest
 from helpers import dense_chain, tiny_config
 
-from trjax.checkpoint import About, Checkpoints, decode
-from trjax.compilation import lower_step
-from trjax.compiled import compile_lowered
-from trjax.config import OptimConfig
+from trjax.config.run import OptimConfig
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh
-from trjax.program import Program, make_program
-from trjax.zero import check_elementwise
+from trjax.run.checkpoints import About, Checkpoints, decode
+from trjax.step.compile import lower_step
+from trjax.step.program import Program, make_program
+from trjax.step.zero import check_elementwise
+from trjax.xla.compiled import compile_lowered
 
 OPTIMIZERS = {
     "sgd": OptimConfig(learning_rate=0.1, weight_decay=0.1, ema_decay=0.9),
@@ -62,7 +62,7 @@ def test_sharded_updates_equal_whole_ones(kind: str, num_devices: int) -> None:
 
 
 def test_norms_of_shards_alone_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trjax.collectives.sum_norms", lambda squares: squares)
+    monkeypatch.setattr("trjax.step.collectives.sum_norms", lambda squares: squares)
     program.cache_clear()
     try:
         with pytest.raises(AssertionError):

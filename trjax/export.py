@@ -12,10 +12,10 @@ import tyro
 from jax import export as jax_export
 from safetensors.numpy import save
 
-from trjax.batchnorm import fold_batchnorm
 from trjax.commands import run_command
-from trjax.interchange import import_torch, to_torch
-from trjax.saved import SavedModel, Which, open_model, predict
+from trjax.models.batchnorm import fold_batchnorm
+from trjax.models.weights import import_torch, to_torch
+from trjax.run.trained import SavedModel, Which, open_model, predict
 
 _ENDINGS = {"safetensors": "safetensors", "torchvision": "pth", "stablehlo": "stablehlo"}
 

@@ -15,7 +15,7 @@ from typing import IO
 
 import tyro
 
-from trjax.interrupts import STOPPED
+from trjax.run.signals import STOPPED
 
 _GRACE_SECONDS = 60  # for the others to end by themselves, once one has failed
 _MAX_PROCESSES = 1024

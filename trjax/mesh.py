@@ -6,14 +6,17 @@ import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from trjax.sections import Platform
+from trjax.cost.machines import Machine, Topology, make_machine
+from trjax.cost.targets import target_of_device
+
+Platform = Literal["auto", "cpu", "cuda"]
+"""What `--platform` takes."""
 
 HOSTS, LOCAL = "hosts", "local"
 """The mesh axes: over hosts, and over the devices of each."""
@@ -116,7 +119,8 @@ def start_platform(platform: Platform, devices: str, nccl: Sequence[str] = ()) -
             jax.config.update("jax_num_cpu_devices", max(indices) + 1)
 
 
-def _mesh_over(devices: Sequence[jax.Device], hosts: int) -> Mesh:
+def mesh_over(devices: Sequence[jax.Device], hosts: int) -> Mesh:
+    """Returns the mesh over devices in order, as hosts x devices of each."""
     # Auto, because `jax.make_mesh` would make the axes Explicit, which types every array of the program.
     grid = np.array(devices).reshape(hosts, -1)
     return Mesh(grid, AXIS, axis_types=(AxisType.Auto,) * len(AXIS))
@@ -165,31 +169,7 @@ def make_mesh(devices: str = "all", hosts: int = 0, names: Sequence[str] = ()) -
     hosts = hosts or count_hosts([names[device.process_index] if names else "" for device in chosen])
     if len(chosen) % hosts:
         raise ValueError(f"hosts={hosts} do not divide the {len(chosen)} devices equally")
-    return _mesh_over(chosen, hosts)
-
-
-def make_topology_mesh(target_config: str, hosts: int, gpus_per_host: int) -> Mesh:
-    """Returns the mesh over GPUs that need not be there: programs compile for it, and do not run.
-
-    Args:
-        target_config: the GPU as text, `targets.compile_config`.
-        hosts: machines.
-        gpus_per_host: in each.
-
-    Raises:
-        ValueError: JAX's CUDA plugin is missing or refuses; says what to install.
-    """
-    try:
-        described = topologies.get_topology_desc(
-            platform="cuda", target_config=target_config, topology=f"1x{hosts}x{gpus_per_host}"
-        )
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            "compiling for a GPU needs JAX's CUDA plugin (Linux; no driver, no GPU): "
-            f"python3 -m pip install 'jax[cuda12]'. JAX says: {reason}"
-        ) from error
-    return _mesh_over(described.devices, hosts)
+    return mesh_over(chosen, hosts)
 
 
 def split_batch(global_batch: int, world_size: int, micro_batches: int = 1) -> int:
@@ -236,3 +216,9 @@ def place(mesh: Mesh, spec: PartitionSpec, rows: Any) -> jax.Array:
 def fill(mesh: Mesh, shape: tuple[int, ...], value: float) -> jax.Array:
     """Returns an array of one float32 value, split over the devices."""
     return place(mesh, SPLIT, np.full((len(own_rows(mesh, shape[:1], SPLIT)), *shape[1:]), value, np.float32))
+
+
+def machine_of(mesh: Mesh, link_gbytes: float = 0.0) -> Machine:
+    """Returns what the cost model takes the devices of a mesh for."""
+    target = target_of_device(mesh.devices.flat[0].device_kind)
+    return make_machine(target, Topology(*mesh.devices.shape), link_gbytes)

@@ -15,8 +15,8 @@ from trjax.commands import run_command
 from trjax.data.images import open_picture
 from trjax.data.jpeg import BadImageError
 from trjax.data.names import class_names
-from trjax.records import format_table
-from trjax.saved import Which, open_model, predict, top_classes
+from trjax.run.trained import Which, open_model, predict, top_classes
+from trjax.text import format_table
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from trjax.commands import tell
-from trjax.config import Config
+from trjax.config.command_line import parse_options
+from trjax.config.run import Config
 from trjax.data.batches import epoch_order, read_batch
 from trjax.data.names import class_names
 from trjax.data.sources import describe, load
 from trjax.mesh import start_platform
-from trjax.presets import parse_options
-from trjax.program import make_prepare
-from trjax.sizes import count_examples
+from trjax.step.limits import count_examples
+from trjax.step.program import make_prepare
 
 _LEAST_SIDE = 96  # of an image on the sheet: smaller ones are shown larger, each of their pixels as a square
 _TEXT_HEIGHT, _GAP = 14, 4

@@ -14,12 +14,12 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trjax.audit.figures import make_timeline
 from trjax.commands import run_command
-from trjax.config import Config
-from trjax.explain_step import StepOptions, examine, format_audit
-from trjax.figures import make_timeline
-from trjax.records import Record, read_metrics
-from trjax.workdir import flat_options, read_config
+from trjax.config.run import Config
+from trjax.explain.step import StepOptions, examine, format_report
+from trjax.run.records import Record, read_metrics
+from trjax.run.workdir import flat_options, read_config
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -170,8 +170,8 @@ def _explain(run: Run, options: Options) -> str:
         found = examine(run.config, StepOptions(target=options.target, topology=options.topology))
     except ValueError as error:
         return f"{title}<p>{html.escape(str(error))}</p>"
-    figure = _to_svg(make_timeline(found.title, found.audit.timeline))
-    return f"{title}{figure}<pre>{html.escape(format_audit(found.audit))}</pre>"
+    figure = _to_svg(make_timeline(found.title, found.report))
+    return f"{title}{figure}<pre>{html.escape(format_report(found.report))}</pre>"
 
 
 def make_page(runs: Sequence[Run], options: Options) -> str:

@@ -1,1 +1,1 @@
-"""Examples: where they come from, in which order they go, and how they are varied."""
+"""Examples: their sources, their order, how they are varied. It may use `config` and the leaves."""

@@ -6,8 +6,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from trjax.config.data import DataConfig
 from trjax.data.spec import DataSpec
-from trjax.sections import DataConfig
 
 Split = tuple[np.ndarray, np.ndarray]
 """Images, uint8, shape (examples, height, width, channels), and labels, int32."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from trjax.config import DataConfig
+from trjax.config.run import DataConfig
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs, mix, smooth_labels
 from trjax.data.spec import DataSpec

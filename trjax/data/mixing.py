@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trjax.config.data import DataConfig
 from trjax.data.batches import Batch
-from trjax.sections import DataConfig
 
 _QUANTILES = 1025
 

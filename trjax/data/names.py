@@ -2,8 +2,8 @@
 
 from contextlib import suppress
 
+from trjax.config.data import DataConfig
 from trjax.data.splits import open_splits
-from trjax.sections import DataConfig
 
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100 = """

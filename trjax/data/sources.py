@@ -10,13 +10,13 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from trjax.config.data import FROM_FILES, DataConfig
 from trjax.data.arrays import describe_npz, load_npz
 from trjax.data.cifar import load_cifar
 from trjax.data.pictures import PictureSource, count_cores
 from trjax.data.spec import DataSpec
 from trjax.data.splits import open_splits
 from trjax.memory import require_memory
-from trjax.sections import FROM_FILES, DataConfig
 
 _MOST_WORKERS = 16
 
@@ -102,8 +102,6 @@ _DIGITS = DataSpec((8, 8, 1), 10, 1_437, 360, (0.3053,), (0.3760,))
 # Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (CC BY 4.0), as scikit-learn has and
 # splits them, classes in proportion: importing that takes two seconds.
 _DIGITS_FILE = Path(__file__).with_name("digits.npz")
-
-
 _IMAGENET_CLASSES, _IMAGENET_EXAMPLES = 1000, (1_281_167, 50_000)
 
 

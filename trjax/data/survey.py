@@ -17,7 +17,7 @@ from trjax.data.pack import Report, in_order
 from trjax.data.pictures import Pictures
 from trjax.data.shards import Shard, Shards, find_fault, printable, read_index
 from trjax.data.splits import find_splits, is_packed, open_split
-from trjax.records import format_table
+from trjax.text import format_table
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,277 @@
+"""`python -m trjax.explain cost`: what each way to sum over ranks takes, and where each wins. It needs no JAX."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import tyro
+
+from trjax.cost.algorithms import Cost
+from trjax.cost.collectives import CALL_SECONDS, predict_algorithms
+from trjax.cost.machines import (
+    NETWORK_LATENCY_SECONDS,
+    NVLINK_LATENCY_SECONDS,
+    Machine,
+    Topology,
+    flat_link,
+    make_machine,
+)
+from trjax.cost.scaling import predict_efficiency, predict_speedup
+from trjax.cost.targets import find_target
+from trjax.text import format_table
+
+_MAX_RANKS, _MAX_BYTES, _MAX_GBYTES, _MAX_MICROSECONDS = 2**20, 1e15, 1e6, 1e6
+_LAST_RANKS = 4096  # of the tables over ranks
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What each way to sum over ranks takes, and where each wins."""
+
+    bytes: float = 102_440_624
+    """That each rank holds and wants summed; if left out, ResNet-50's gradients in float32."""
+    ranks: int = 64
+    """GPUs in all."""
+    gpus_per_host: int = 8
+    """With no more ranks than this there is one host."""
+    target: str = "h100"
+    """GPU whose data sheet gives the rates left out below: a100, h100, h200 or b200."""
+    link_gbytes: float | None = None
+    """GB/s, one direction, of the slowest link: of each GPU's to other hosts, or with one host of NVLink."""
+    nvlink_gbytes: float | None = None
+    """GB/s, one direction, of each GPU's link in the host."""
+    efficiency: float | None = None
+    """Share of the slowest link's rate that is reached; if left out, 1 for a given rate, 0.8 of a data sheet's."""
+    channels: int = 1
+    """Rings or trees in parallel, each of which leaves a host over another GPU's link; hierarchical uses all links."""
+    latency_us: float = NETWORK_LATENCY_SECONDS * 1e6
+    """Of a message between hosts."""
+    nvlink_latency_us: float = NVLINK_LATENCY_SECONDS * 1e6
+    """Of a message in the host."""
+    call_us: float = CALL_SECONDS * 1e6
+    """Of a collective, whatever it sends."""
+    compute_ms: float | None = None
+    """Of a step without communication: adds the efficiency of scaling to 4096 ranks."""
+    hidden_ms: float = 0.0
+    """Communication of a step that computing hides."""
+
+
+def _require(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:  # nan is neither
+        raise ValueError(f"{name}={value:.15g}: must be from {least:.15g} to {most:.15g}")
+
+
+def _check(options: CostOptions) -> None:
+    """Raises ValueError for what makes no sense, or is too large to be meant."""
+    _require("bytes", options.bytes, 1, _MAX_BYTES)
+    if options.ranks == 1:
+        raise ValueError("ranks=1: a single rank has nothing to sum; use two or more")
+    _require("ranks", options.ranks, 2, _MAX_RANKS)
+    _require("gpus_per_host", options.gpus_per_host, 1, 1024)
+    below = options.ranks // options.gpus_per_host * options.gpus_per_host
+    if options.ranks > options.gpus_per_host and below != options.ranks:
+        raise ValueError(
+            f"ranks={options.ranks} is not divisible by gpus_per_host={options.gpus_per_host}; "
+            f"nearest valid: {below}, {below + options.gpus_per_host}"
+        )
+    for name, rate in (("link_gbytes", options.link_gbytes), ("nvlink_gbytes", options.nvlink_gbytes)):
+        if rate is not None:
+            _require(name, rate, 1e-6, _MAX_GBYTES)
+    if options.efficiency is not None:
+        _require("efficiency", options.efficiency, 1e-3, 1)
+    _require("channels", options.channels, 1, min(options.gpus_per_host, options.ranks))
+    _require("latency_us", options.latency_us, 0, _MAX_MICROSECONDS)
+    _require("nvlink_latency_us", options.nvlink_latency_us, 0, _MAX_MICROSECONDS)
+    _require("call_us", options.call_us, 0, _MAX_MICROSECONDS)
+    if options.compute_ms is not None:
+        _require("compute_ms", options.compute_ms, 1e-3, 1e9)
+        _require("hidden_ms", options.hidden_ms, 0, options.compute_ms)
+    elif options.hidden_ms:
+        raise ValueError(f"hidden_ms={options.hidden_ms:.15g}: give compute_ms too, the time that hides it")
+
+
+def _topology(ranks: int, gpus_per_host: int) -> Topology:
+    local = min(ranks, gpus_per_host)
+    return Topology(ranks // local, local)
+
+
+def _machine(options: CostOptions) -> Machine:
+    topology = _topology(options.ranks, options.gpus_per_host)
+    machine = make_machine(find_target(options.target), topology, options.link_gbytes or 0.0)
+    network, nvlink = machine.network, machine.nvlink
+    if options.nvlink_gbytes is not None:
+        nvlink = replace(nvlink, bytes_per_second=options.nvlink_gbytes * 1e9, efficiency=1.0)
+    if options.efficiency is not None and topology.hosts > 1:
+        network = replace(network, efficiency=options.efficiency)
+    elif options.efficiency is not None:
+        nvlink = replace(nvlink, efficiency=options.efficiency)
+    nvlink = replace(nvlink, latency_seconds=options.nvlink_latency_us / 1e6)
+    return replace(machine, nvlink=nvlink, network=replace(network, latency_seconds=options.latency_us / 1e6))
+
+
+def _all_reduces(size_bytes: float, machine: Machine, channels: int) -> dict[str, Cost]:
+    """Returns the costs of what is one call: ZeRO's several do not return the whole sum to every rank."""
+    found = predict_algorithms(size_bytes, machine, channels)
+    return {name: cost for name, cost in found.items() if cost.calls == 1}
+
+
+def find_crossovers(lines: Mapping[str, tuple[float, float]]) -> list[tuple[float, str]]:
+    """Returns from which size on which name takes least, by rising size, beginning with 0.
+
+    Args:
+        lines: by name, the seconds of no byte, and those of each byte more; the first of equal ones wins.
+
+    >>> find_crossovers({"early": (1.0, 3.0), "never": (4.0, 3.0), "late": (5.0, 1.0)})
+    [(0.0, 'early'), (2.0, 'late')]
+    """
+    start, name = 0.0, min(lines, key=lambda other: lines[other])
+    found = [(start, name)]
+    while True:
+        base, slope = lines[name]
+        flatter = [
+            ((other_base - base) / (slope - other_slope), other_slope, other)
+            for other, (other_base, other_slope) in lines.items()
+            if other_slope < slope
+        ]
+        if not flatter:
+            return found
+        start, _, name = min(flatter, key=lambda meeting: meeting[:2])
+        found.append((start, name))
+
+
+def _size_ranges(machine: Machine, channels: int) -> dict[str, str]:
+    """Returns for each algorithm the message sizes at which it is the fastest."""
+    at_once = replace(
+        machine,
+        nvlink=replace(machine.nvlink, latency_seconds=0.0),
+        network=replace(machine.network, latency_seconds=0.0),
+    )
+    bases, slopes = _all_reduces(0.0, machine, channels), _all_reduces(1.0, at_once, channels)
+    found = find_crossovers({name: (bases[name].seconds, slopes[name].seconds) for name in bases})
+    ranges = dict.fromkeys(bases, "-")
+    for (start, name), end in zip(found, [*(start for start, _ in found[1:]), None], strict=True):
+        if end is None:
+            ranges[name] = f"from {format_bytes(start)}" if start else "all"
+        else:
+            ranges[name] = f"{format_bytes(start)} to {format_bytes(end)}" if start else f"to {format_bytes(end)}"
+    return ranges
+
+
+def _world_sizes(options: CostOptions) -> list[int]:
+    """Returns powers of two that fit a host, then doubled hosts, and the ranks asked for."""
+    last, local = max(_LAST_RANKS, options.ranks), options.gpus_per_host
+    inside = [2**power for power in range(1, local.bit_length()) if 2**power <= local]
+    across = [local * 2**power for power in range(last.bit_length()) if local * 2**power <= last]
+    return sorted({*inside, *across, options.ranks} - {1})
+
+
+def _fastest(size_bytes: float, machine: Machine, channels: int) -> tuple[str, float]:
+    found = _all_reduces(size_bytes, machine, channels)
+    name = min(found, key=lambda other: found[other].seconds)
+    return name, found[name].seconds
+
+
+def _at(machine: Machine, ranks: int, options: CostOptions) -> Machine:
+    return replace(machine, topology=_topology(ranks, options.gpus_per_host))
+
+
+def _rank_ranges(machine: Machine, options: CostOptions, names: Iterable[str]) -> dict[str, str]:
+    """Returns for each algorithm the numbers of ranks at which it is the fastest."""
+    ranges: dict[str, list[str]] = {name: [] for name in names}
+    sizes = _world_sizes(options)
+
+    def winner(ranks: int) -> str:
+        return _fastest(options.bytes, _at(machine, ranks, options), options.channels)[0]
+
+    for name, run in groupby(sizes, winner):
+        first, *rest = run
+        ranges[name].append(f"{first} to {rest[-1]}" if rest else f"{first}")
+    return {name: ", ".join(runs) or "-" for name, runs in ranges.items()}
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Returns bytes with three digits and a decimal unit.
+
+    >>> format_bytes(1.2e9), format_bytes(34_120), format_bytes(7.0)
+    ('1.2 GB', '34.1 kB', '7 bytes')
+    """
+    for unit, factor in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= factor:
+            return f"{float(f'{size_bytes / factor:.3g}'):g} {unit}"
+    return f"{size_bytes:.3g} bytes"
+
+
+def _right(header: str, cells: Sequence[str]) -> list[str]:
+    """Returns a column, header first, with every text moved to the right."""
+    width = max(map(len, (header, *cells)))
+    return [text.rjust(width) for text in (header, *cells)]
+
+
+def _table(columns: Sequence[Sequence[str]]) -> str:
+    header, *rows = zip(*columns, strict=True)
+    return format_table(header, rows)
+
+
+def _format_costs(found: Mapping[str, Cost], call_seconds: float) -> str:
+    costs = found.values()
+    return _table([
+        ["algorithm", *found],
+        _right("bytes a rank", [f"{cost.bytes_per_rank:,.0f}" for cost in costs]),
+        _right("steps", [f"{cost.steps:,}" for cost in costs]),
+        _right("calls", [f"{cost.calls}" for cost in costs]),
+        _right("ms", [f"{(cost.seconds + cost.calls * call_seconds) * 1e3:,.3f}" for cost in costs]),
+    ])  # fmt: skip
+
+
+def _format_scaling(machine: Machine, options: CostOptions, compute_seconds: float) -> str:
+    """Returns the efficiency of a step at every number of ranks, with the fastest AllReduce at each."""
+    rows = [("1", "-", 0.0, 0.0, 1.0, 1.0)]
+    for ranks in _world_sizes(options):
+        name, seconds = _fastest(options.bytes, _at(machine, ranks, options), options.channels)
+        seconds += options.call_us / 1e6
+        exposed = max(0.0, seconds - options.hidden_ms / 1e3)
+        share = predict_efficiency(compute_seconds, exposed)
+        rows.append((f"{ranks}", name, seconds, exposed, share, predict_speedup(ranks, compute_seconds, exposed)))
+    ranks_cells, names, taken, exposed_cells, shares, speedups = zip(*rows, strict=True)
+    return _table([
+        _right("ranks", ranks_cells),
+        ["fastest", *names],
+        _right("ms", [f"{seconds * 1e3:,.3f}" for seconds in taken]),
+        _right("exposed ms", [f"{seconds * 1e3:,.3f}" for seconds in exposed_cells]),
+        _right("efficiency", [f"{share:.1%}" for share in shares]),
+        _right("does the work of", [f"{speedup:,.1f}" for speedup in speedups]),
+    ])  # fmt: skip
+
+
+def describe_costs(arguments: Sequence[str]) -> str:
+    """Returns the text of the command: the costs of all algorithms, where each is the fastest, and how a step scales.
+
+    Raises:
+        ValueError: an option is out of its range.
+        SystemExit: an unknown option or a value of the wrong type (2), or `--help` (0).
+    """
+    prog, purpose = "python -m trjax.explain cost", "Print what each way to sum over ranks takes, and where each wins."
+    options = tyro.cli(CostOptions, args=list(arguments), prog=prog, description=purpose)
+    _check(options)
+    machine = _machine(options)
+    topology, links = machine.topology, (machine.nvlink, machine.network, flat_link(machine, options.channels))
+    nvlink, network, slowest = (link.reached_bytes_per_second / 1e9 for link in links)
+    title = (
+        f"{format_bytes(options.bytes)} on each of {options.ranks} ranks, {topology.hosts}x{topology.gpus_per_host}: "
+        f"{nvlink:.6g} GB/s and {options.nvlink_latency_us:g} us a message in a host, "
+        f"{network:.6g} GB/s a GPU and {options.latency_us:g} us between hosts, {options.call_us:g} us a call"
+    )
+    found = predict_algorithms(options.bytes, machine, options.channels)
+    sizes, ranks = _size_ranges(machine, options.channels), _rank_ranges(machine, options, found)
+    rows = [[name, sizes[name], ranks[name]] for name in sizes]
+    header = ["fastest AllReduce", f"bytes, {options.ranks} ranks", f"ranks, {format_bytes(options.bytes)}"]
+    notes = [
+        f"hierarchical uses the links of all GPUs; ways that know no hosts go at {slowest:.6g} GB/s",
+        f"the parameter server itself sends {found['parameter server'].root_bytes:,.0f} bytes",
+        "ZeRO's ways save memory: they leave each rank a part of the sum",
+    ]
+    parts = [title, _format_costs(found, options.call_us / 1e6), "\n".join(notes), format_table(header, rows)]
+    if options.compute_ms is not None:
+        parts.append(_format_scaling(machine, options, options.compute_ms / 1e3))
+    parts.append("predicted by the a-B model: NCCL chooses for itself, and what it takes from compute is left out")
+    return "\n\n".join(parts)

@@ -1,0 +1,1 @@
+"""A run around the step: start, loop, evaluation, checkpoints, records. It may use `step` and what `step` may use."""

@@ -1,0 +1,274 @@
+"""State to disk and back, atomically, at any world size: the last two and the best of a run.
+
+A checkpoint is one safetensors file named by its step, with its SHA-256 beside it as `sha256sum` writes it: what is
+there under its name and has that digest is whole. It is written while training goes on, by one process.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
+
+from trjax.step.state import TrainState
+
+_ABOUT = "trjax"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: batches seen.
+        position: epoch and batch, where in the data the run is.
+        config: the run's configuration as plain types.
+        test_top1: at this step; None if it was not evaluated.
+        score: by which the best is chosen, the larger the better; None if it was not evaluated.
+    """
+
+    step: int
+    position: dict[str, int]
+    config: dict[str, Any]
+    test_top1: float | None
+    score: float | None = None
+
+
+def _names(state: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def encode(state: TrainState, about: About) -> bytes:
+    """Returns a checkpoint's bytes: safetensors with the state's arrays by path, and `about` among its metadata."""
+    arrays = {name: np.asarray(leaf) for name, leaf in _names(state)}
+    return safetensors.save(arrays, {_ABOUT: json.dumps(vars(about))})
+
+
+def _read_about(data: bytes) -> About:
+    """Returns what a checkpoint says of itself, from its header, which begins with its own length.
+
+    Raises:
+        ValueError: it says nothing of the kind.
+    """
+    length = int.from_bytes(data[:8], "little")
+    try:
+        about = About(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_ABOUT]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("it is no checkpoint of trjax") from error
+    if type(about.step) is not int or not isinstance(about.position, dict) or set(about.position) != {"epoch", "batch"}:
+        raise ValueError("it is no checkpoint of this version")
+    return about
+
+
+def decode(data: bytes, shapes: TrainState, where: str) -> TrainState:
+    """Returns the state in a checkpoint's bytes, arrays of the host.
+
+    Args:
+        data: from `encode`.
+        shapes: of the state that is wanted.
+        where: what to call it in an error.
+
+    Raises:
+        ValueError: it is of another model; lists what differs.
+    """
+    try:
+        arrays = safetensors.load(data)
+    except SafetensorError as error:
+        raise ValueError(f"{where} is no checkpoint: {error}") from error
+    wanted = dict(_names(shapes))
+    differing = [f"{name} is missing" for name in wanted if name not in arrays]
+    differing += [f"{name} is not of this model" for name in arrays if name not in wanted]
+    for name in wanted.keys() & arrays.keys():
+        saved, expected = arrays[name], wanted[name]
+        if (saved.shape, saved.dtype) != (expected.shape, expected.dtype):
+            there, here = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in (saved, expected))
+            differing.append(f"{name} is {there} there and {here} here")
+    if differing:
+        more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise ValueError(f"{where} is of another model or optimizer: {'; '.join(sorted(differing)[:5])}{more}")
+    return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in wanted])
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _partial_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _read_whole(path: Path) -> bytes:
+    """Returns the bytes of a checkpoint.
+
+    Raises:
+        ValueError: they are not those that were written.
+        OSError: they cannot be read.
+    """
+    digest = _digest_path(path)
+    if not digest.exists():
+        raise ValueError("its digest is missing")
+    data = path.read_bytes()
+    if digest.read_bytes() != _digest_line(data, path):
+        raise ValueError("its digest is another: it is damaged")
+    return data
+
+
+def _digest_line(data: bytes, path: Path) -> bytes:
+    return f"{hashlib.sha256(data).hexdigest()}  {path.name}\n".encode()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Puts a file into its place whole: what was there before stays until all of it is on the disk."""
+    partial = _partial_path(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Has the names in a folder on the disk, as their contents are."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@jax.jit
+def _copy(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(leaf) for leaf in leaves]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`; those that are damaged are passed over, and left as they are."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None], keep: int = 2) -> None:
+        """Opens (or creates) a run's checkpoints, and reads every one of them to its end.
+
+        Args:
+            folder: where they are.
+            warn: told of each that is damaged, once.
+            keep: how many of the last ones; of two, should one be damaged, there is another.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._keep = folder, keep
+        self.found: dict[int, About] = {}
+        """Those that are whole, by step."""
+        self.damaged: list[Path] = []
+        """Those that are not."""
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        for path in sorted(folder.glob("*.safetensors"), key=lambda path: (len(path.stem), path.stem)):
+            if not path.stem.isdigit():
+                continue  # one that was moved aside
+            try:
+                about = _read_about(_read_whole(path))
+                if about.step != int(path.stem):
+                    raise ValueError(f"it is that of step {about.step}")
+                self.found[about.step] = about
+            except (ValueError, OSError) as error:
+                self.damaged.append(path)
+                warn(f"checkpoint {path} is passed over: {error}")
+        for path in sorted(folder.glob("*.safetensors.partial")):
+            warn(f"checkpoint {path} is passed over: it was not written to its end")
+
+    @property
+    def last(self) -> About | None:
+        """The last checkpoint."""
+        return self.found[max(self.found)] if self.found else None
+
+    @property
+    def best(self) -> About | None:
+        """The one with the best score, the latest of equals."""
+        scored = [about for about in self.found.values() if about.score is not None]
+        return max(scored, key=lambda about: (about.score, about.step), default=None)
+
+    def path(self, step: int) -> Path:
+        """Returns the file of a step's checkpoint."""
+        return self.folder / f"{step}.safetensors"
+
+    def read(self, step: int) -> bytes:
+        """Returns the bytes of a checkpoint.
+
+        Raises:
+            ValueError: they are not those that were written.
+            OSError: they cannot be read.
+        """
+        return _read_whole(self.path(step))
+
+    def save(self, state: TrainState, about: About) -> None:
+        """Starts to write a checkpoint, unless its step has one; training may go on at once.
+
+        Args:
+            state: replicated; the copy on this process's first device is written. It is copied there first, since
+                the next step overwrites it.
+            about: the checkpoint.
+
+        Raises:
+            OSError: the checkpoint before this one could not be written.
+        """
+        self.wait()
+        if about.step in self.found:
+            return
+        leaves, structure = jax.tree.flatten(state)
+        copied = _copy([leaf.addressable_data(0) for leaf in leaves])
+        self._writing = self._writer.submit(self._commit, jax.tree.unflatten(structure, copied), about)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written; raises the OSError of what was."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def check(self) -> None:
+        """Raises the OSError of a checkpoint that could not be written; waits for none."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def close(self) -> None:
+        """Waits until nothing is being written any more, whatever becomes of it; nothing can be saved afterwards."""
+        self._writer.shutdown()
+
+    def _commit(self, state: TrainState, about: About) -> None:
+        data, path = encode(state, about), self.path(about.step)
+        for left in (path, _partial_path(path)):  # damaged, or it would have been found
+            if left.exists():
+                self._move_aside(left, about.step)
+        _write(_digest_path(path), _digest_line(data, path))
+        _write(path, data)
+        _sync_folder(self.folder)
+        self.found[about.step] = about
+        best = self.best
+        kept = {*sorted(self.found)[-self._keep :], *([best.step] if best else [])}
+        for step in [step for step in self.found if step not in kept]:
+            del self.found[step]
+            for old in (self.path(step), _digest_path(self.path(step))):
+                old.unlink(missing_ok=True)
+
+    def _move_aside(self, path: Path, step: int) -> None:
+        number = 1
+        while (aside := self.folder / f"{step}.damaged{number}.safetensors").exists():
+            number += 1
+        path.rename(aside)
+        with suppress(FileNotFoundError):
+            _digest_path(path).rename(_digest_path(aside))

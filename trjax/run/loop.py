@@ -1,0 +1,193 @@
+"""The loop of a run: epochs of steps, an evaluation and a checkpoint after each."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+
+import jax
+
+from trjax.data.batches import Batch, epoch_order
+from trjax.run.checkpoints import About
+from trjax.run.evaluation import evaluate_source
+from trjax.run.processes import exchange
+from trjax.run.profile import annotate_input
+from trjax.run.progress import Progress, Run
+from trjax.run.records import Meter, Split
+from trjax.step.state import TrainState, models_of
+
+BAD_STEP = "bad_step.json"
+"""In the run's folder: the batch at which a run gave up."""
+
+
+class BadNumbersError(Exception):
+    """Too many steps in a row whose gradients are not finite."""
+
+
+def _save(
+    run: Run, state: TrainState, step: int, scores: tuple[float | None, float | None] = (None, None)
+) -> TrainState:
+    """Starts to save, and returns the whole state; what is sharded is gathered before, by all processes."""
+    whole = run.program.forms.unload(state)
+    if run.checkpoints is not None:
+        epoch, batch = divmod(step, run.program.steps_per_epoch)
+        run.checkpoints.save(whole, About(step, {"epoch": epoch, "batch": batch}, asdict(run.config), *scores))
+    return whole
+
+
+def _in_calls(
+    run: Run, progress: Progress, batches: Iterator[Batch], start_step: int, end_step: int
+) -> Iterator[tuple[int, Batch]]:
+    """Yields the batches of each call, on the devices, and their number: as many as may go into one, or a single one.
+
+    No checkpoint is due inside of a call, and no step of it follows the one that is one bad step too many.
+    """
+    config, step = run.config, start_step
+    while step < end_step:
+        save_at = (step // config.save_every + 1) * config.save_every if config.save_every else end_step
+        fits = step + config.steps_per_dispatch <= min(end_step, save_at)
+        count = config.steps_per_dispatch if fits else 1
+        if progress.may_give_up_within(count):
+            progress.read()
+            if progress.stopping:
+                return
+            if progress.may_give_up_within(count):
+                count = 1
+        progress.meter.leave_out(run.profiler.begin(step, count, progress.unread))
+        began = time.perf_counter()
+        with annotate_input():
+            placed = run.program.place_train(*islice(batches, count))
+        progress.meter.input_seconds += time.perf_counter() - began
+        progress.tell_problems(run.train_source)
+        yield count, placed
+        step += count
+
+
+def _train(
+    run: Run, state: TrainState, progress: Progress, batches: Iterator[Batch], start_step: int, end_step: int
+) -> tuple[TrainState, int]:
+    """Trains up to `end_step` or a stop; results are read one step late, so that the devices never wait.
+
+    Every process reads the same results, and so all stop behind the same step.
+
+    Returns:
+        The state, and the step that it is behind.
+    """
+    config, program, step = run.config, run.program, start_step
+    size = config.data.size_at(start_step // program.steps_per_epoch)
+    train_step = program.step_of(size)
+    asked = not run.alone and run.interrupted()
+    progress.meter.restart()
+    call = train_step
+    for count, batch in _in_calls(run, progress, batches, start_step, end_step):
+        call = train_step if count == 1 else program.train_steps
+        state, outcomes = call(state, batch, run.rates, run.votes[asked])
+        progress.read()
+        progress.unread = (step + 1, outcomes)
+        step += count
+        progress.meter.leave_out(run.profiler.end(step, outcomes, call))
+        asked = run.interrupted()
+        if progress.stopping or (run.alone and asked):
+            break
+        if config.save_every and step % config.save_every == 0 and step < end_step:
+            progress.write()  # records are never behind a checkpoint
+            _save(run, state, step)
+        if run.checkpoints is not None:
+            run.checkpoints.check()
+    progress.meter.leave_out(run.profiler.end(step, state.step, call, whole=True))
+    progress.write()
+    return state, step
+
+
+def _evaluate(run: Run, state: TrainState, progress: Progress, step: int) -> tuple[float, float] | None:
+    """Evaluates every test example once, also with the running means, if any; writes the records.
+
+    Returns:
+        Top-1, and the score of the checkpoint; None if it was interrupted, which needs no other process to agree.
+    """
+    meters = dict[Split, Meter]()
+
+    def goes_on() -> bool:
+        run.fed(step)
+        return not (run.alone and run.interrupted())
+
+    for split, model in models_of(state).items():
+        meters[split] = Meter()
+        scores = evaluate_source(run.program, run.test_source, run.config.global_batch, *model, goes_on)
+        if scores is None:
+            return None
+        meters[split].add(scores)
+        meters[split].stop()
+    progress.tell_problems(run.test_source)
+    records = {split: run.record(split, meter, step, progress.learning_rate) for split, meter in meters.items()}
+    kind, name = run.config.best_by.split("/")
+    value = next(float(getattr(record, name)) for split, record in records.items() if split == kind)
+    score = -value if name == "loss" else value
+    return records["test"].top1, score if math.isfinite(score) else -math.inf
+
+
+def _write_bad_step(run: Run, step: int, first: int) -> None:
+    """Writes down the first of the bad batches, with which `--replay-step` does that step again."""
+    epoch, position = divmod(first - 1, run.program.steps_per_epoch)
+    batch, path = run.config.global_batch, run.workdir / BAD_STEP
+    indices = epoch_order(run.config.seed, epoch, len(run.train_source))[position * batch : (position + 1) * batch]
+    found = {
+        "step": first - 1, "epoch": epoch, "devices": run.program.mesh.size, "indices": indices.tolist(),
+        "checkpoint": step,
+    }  # fmt: skip
+    path.with_suffix(".partial").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    path.with_suffix(".partial").replace(path)
+
+
+def run_loop(run: Run, state: TrainState, step: int, evaluated: bool) -> tuple[int, bool]:
+    """Trains, evaluates and saves after each epoch and every `save_every` steps, until the end or a stop.
+
+    Args:
+        run: the run.
+        state: to go on from.
+        step: that it is behind.
+        evaluated: that is done, if the step is the last one of an epoch; a stop comes before it, so as not to wait.
+
+    Returns:
+        The step, and whether the evaluation has been done, at which the run is then.
+
+    Raises:
+        BadNumbersError: too many steps in a row were bad.
+        OSError: a checkpoint could not be written.
+    """
+    whole = state
+    end_step, per_epoch = len(run.learning_rates), run.program.steps_per_epoch
+    skipped = int(state.skipped)
+    progress = Progress(run, skipped, learning_rate=float(run.learning_rates[max(step - 1 - skipped, 0)]))
+
+    batches = run.batches(step, end_step)  # of all epochs: what is read ahead goes on during an evaluation
+
+    def stopped() -> bool:
+        return progress.stopping or (run.alone and run.interrupted())
+
+    while (step < end_step or not evaluated) and not stopped():
+        if evaluated:
+            epoch_end = (step // per_epoch + 1) * per_epoch
+            state, step = _train(run, state, progress, batches, step, epoch_end)
+            evaluated = step < epoch_end
+        scores = None
+        if not evaluated and not stopped():
+            scores = _evaluate(run, state, progress, step)
+            evaluated = scores is not None
+        whole = _save(run, state, step, scores or (None, None))
+    jax.block_until_ready(whole)
+    if run.checkpoints is not None:
+        run.checkpoints.wait()
+        if progress.gave_up:
+            _write_bad_step(run, step, progress.gave_up[0])
+    exchange("done", "")  # none leaves while another still needs it
+    if progress.gave_up:
+        first, last = progress.gave_up
+        raise BadNumbersError(
+            f"{last + 1 - first} steps in a row, the first of them step {first}, had gradients that are not finite, "
+            f"and changed nothing. What was in its batch is in {run.workdir / BAD_STEP}; "
+            f"see where it begins with: python -m trjax.train --workdir {run.workdir} --replay-step"
+        )
+    return step, evaluated

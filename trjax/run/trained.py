@@ -1,0 +1,111 @@
+"""A trained model out of a run's folder: for predictions, exports and evaluations; nothing there is changed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trjax.config.run import Config
+from trjax.data.augment import normalise
+from trjax.data.sources import describe
+from trjax.data.spec import DataSpec
+from trjax.mesh import Platform, make_mesh, start_platform
+from trjax.run.checkpoints import Checkpoints, decode
+from trjax.run.workdir import read_config
+from trjax.step.evaluation import evaluate_folded
+from trjax.step.program import Program, make_program
+from trjax.step.state import TrainState, models_of
+
+Which = Literal["last", "best"]
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What a run has come to.
+
+    Attributes:
+        config: of the run.
+        spec: of its data.
+        program: of the run on one device, not compiled.
+        params: `{segment: tree}`, arrays of the host.
+        batch_stats: likewise.
+        step: of the checkpoint.
+        is_mean: these are the running means.
+    """
+
+    config: Config
+    spec: DataSpec
+    program: Program
+    params: Any
+    batch_stats: Any
+    step: int
+    is_mean: bool
+
+
+def read_state(
+    folder: Path, which: Which, platform: Platform = "cpu", devices: str = "0"
+) -> tuple[Config, Program, TrainState, int]:
+    """Reads a checkpoint of a run: its options, its program, not compiled, its state, arrays of the host, and its step.
+
+    Args:
+        folder: of the run.
+        which: checkpoint to read; without any evaluated one the best is the last.
+        platform: of the devices that the program is for.
+        devices: these.
+
+    Raises:
+        ValueError: there is no run, or no whole checkpoint of it.
+    """
+    config = read_config(folder)
+    if not (folder / "checkpoints").is_dir():
+        raise ValueError(f"{folder} holds no checkpoint yet")
+    checkpoints = Checkpoints(folder / "checkpoints", lambda _: None)
+    about = (checkpoints.best if which == "best" else None) or checkpoints.last
+    if about is None:
+        raise ValueError(f"{folder} holds no checkpoint that is whole")
+    start_platform(platform, devices)
+    program = make_program(config, make_mesh(devices))
+    data = checkpoints.read(about.step)
+    return config, program, decode(data, program.forms.saved_shape, str(checkpoints.path(about.step))), about.step
+
+
+def open_model(folder: Path, which: Which = "best", raw: bool = False) -> SavedModel:
+    """Reads a run's model, with its running means in place of the last parameters if it keeps them.
+
+    Args:
+        folder: of the run.
+        which: checkpoint to read, see `read_state`.
+        raw: the last parameters in any case.
+
+    Raises:
+        ValueError: there is no run, or no whole checkpoint of it.
+    """
+    config, program, state, step = read_state(folder, which)
+    models = models_of(state)
+    name = "ema" if "ema" in models and not raw else "test"
+    return SavedModel(config, describe(config.data), program, *models[name], step, name == "ema")  # type: ignore[index]
+
+
+def predict(model: SavedModel, images: jax.Array) -> jax.Array:
+    """Returns the logits of a block of images, as an evaluation computes them: with BatchNorm folded.
+
+    Args:
+        model: a ResNet, not one of the user's own.
+        images: uint8, or of the same values, shape (examples, height, width, channels).
+    """
+    pixels, flip = normalise(jnp.asarray(images), model.spec), model.config.data.flip_test
+    return evaluate_folded(model.program.recipe.chain, model.params, model.batch_stats, pixels, flip)
+
+
+def top_classes(logits: np.ndarray, count: int) -> list[tuple[int, float]]:
+    """Returns the classes with the largest probabilities of one example, and these.
+
+    >>> [(index, round(share, 2)) for index, share in top_classes(np.log(np.array([1.0, 6.0, 3.0])), 2)]
+    [(1, 0.6), (2, 0.3)]
+    """
+    shares = np.exp(logits - logits.max())
+    shares = shares / shares.sum()
+    return [(int(index), float(shares[index])) for index in np.argsort(-shares, kind="stable")[:count]]

@@ -1,0 +1,130 @@
+"""A run's own folder: made new, or checked to hold the same run."""
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from trjax.config.run import Config
+from trjax.config.toml import config_from_table, config_to_toml, read_table
+
+_MAY_CHANGE = {
+    "preset", "devices", "platform", "epochs", "reducer", "bucket_mb", "hosts", "nccl", "link_gbytes", "log_every",
+    "deterministic", "save_every", "max_bad_steps", "watchdog_seconds", "workdir", "data.root", "data.workers",
+    "data.on_error",
+    "init_from", "tensorboard", "steps_per_dispatch", "profile_steps", "keep",
+    "keep_compiled", "remat",
+}  # fmt: skip
+"""Options that a resumed run may be given anew; another value of any other would make it another run."""
+
+
+def flat_options(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the options of a nested table by their dotted names."""
+    options: dict[str, Any] = {}
+    for key, value in table.items():
+        options |= flat_options(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return options
+
+
+def read_config(workdir: Path) -> Config:
+    """Returns the options of the run in a folder.
+
+    Raises:
+        ValueError: there is none, or its file cannot be used.
+    """
+    path = workdir / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{workdir} holds no run: there is no config.toml in it")
+    return config_from_table(read_table(path), Config(), str(path))
+
+
+def check_same_run(config: Config, workdir: Path) -> None:
+    """Raises ValueError if a folder holds a run with other options, and names them."""
+    saved = flat_options(asdict(read_config(workdir)))
+    given = flat_options(asdict(config))
+    differing = [
+        f"{option} is {saved[option]!r} there and {value!r} here"
+        for option, value in given.items()
+        if option not in _MAY_CHANGE and saved[option] != value
+    ]
+    if differing:
+        raise ValueError(
+            f"{workdir} holds another run: {'; '.join(differing)}; "
+            "use another --workdir, or leave these options out to resume it"
+        )
+
+
+def open_workdir(config: Config) -> Path:
+    """Creates the run's folder, or checks that an existing one holds the same run.
+
+    Raises:
+        ValueError: the folder cannot be used, or holds a run with other options; names them.
+    """
+    try:
+        if not config.workdir:
+            return _new_workdir(config)
+        workdir = Path(config.workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        if (workdir / "config.toml").exists():
+            check_same_run(config, workdir)
+        elif (workdir / "checkpoints").exists():
+            raise ValueError(f"workdir={workdir} holds checkpoints but no config.toml; use another folder")
+    except OSError as error:
+        raise ValueError(f"workdir={config.workdir or 'runs'} cannot be used: {error}") from error
+    return workdir
+
+
+@contextmanager
+def lock_workdir(workdir: Path) -> Iterator[None]:
+    """Keeps the run's folder for this process; the lock goes with the process, however it ends.
+
+    Raises:
+        ValueError: another run has it; says which process.
+    """
+    try:
+        file = (workdir / "lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"workdir={workdir} cannot be used: {error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(f"workdir={workdir} is in use by {file.read().strip() or 'another run'}") from error
+        except OSError as error:  # a file system without locks, or a full one
+            raise ValueError(f"workdir={workdir} cannot be locked: {error}") from error
+        yield
+
+
+def write_config(config: Config, workdir: Path) -> None:
+    """Writes config.toml: what reproduces the run, in a folder of its own.
+
+    Raises:
+        ValueError: the folder cannot be written to.
+    """
+    path = workdir / "config.toml"
+    try:
+        path.with_suffix(".partial").write_text(config_to_toml(replace(config, workdir="")), encoding="utf-8")
+        path.with_suffix(".partial").replace(path)
+    except OSError as error:
+        raise ValueError(f"workdir={workdir} cannot be used: {error}") from error
+
+
+def _new_workdir(config: Config) -> Path:
+    name = f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in range(1, 1000):
+        workdir = Path("runs", name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            workdir.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return workdir
+    raise ValueError(f"runs/{name} exists a thousand times over; pass --workdir")

@@ -1,0 +1,255 @@
+"""Where every gradient lives: regions, tiled without gaps into one flat buffer per group.
+
+A plan is arithmetic on parameter shapes. It touches no device, and every process derives the same one.
+The regions are those of the Tech-Renaissance trainer; which of them form a group is the choice of a split,
+`buckets.py`.
+"""
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from trjax.step.buckets import Kind, Split, Tensor, natural, two_groups
+from trjax.trees import name_leaves
+
+ConvOrder = Literal["OHWI", "HWIO"]
+"""Physical order of convolution kernels: cuDNN wants OHWI, XLA's CPU convolutions HWIO."""
+
+NUM_SCORES = 4
+"""Loss sum, top-1 count, top-5 count, example count of one batch."""
+NUM_RESULTS = NUM_SCORES + 1
+"""Length of `R_RESULT`: the scores, and the devices that ask to stop: all learn of it with the same step."""
+
+BUFFER_ALIGNMENT_BYTES = 256
+"""XLA aligns the buffers in an allocation to this on a GPU (its `kXlaAllocatedBufferAlignBytes` is a divisor)."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One tensor's place in its group's buffer.
+
+    Attributes:
+        name: path of the tensor in its tree, `segment/.../leaf`.
+        kind: what the region holds.
+        shape: logical shape; `()` never occurs in a convolutional network but is allowed.
+        physical_order: the logical dims in the order in which they lie in memory, outermost first.
+        offset_elements: start of the region in its group's buffer, or in each shard of it.
+        shard_elements: length of the region in each shard; the whole of `R_RESULT` lies in every one.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    physical_order: tuple[int, ...]
+    offset_elements: int
+    shard_elements: int
+
+    @property
+    def size_elements(self) -> int:
+        """Number of elements of the tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A contiguous buffer that is reduced at once.
+
+    Attributes:
+        name: that its split gave it, `deep` or `first` for instance.
+        launch_after: the segment whose backward completes the group.
+        regions: in memory order.
+        size_elements: length of the buffer, alignment and padding included.
+        dtype: element type of the buffer.
+        shards: equal parts that lie one behind the other, each with a part of every region.
+    """
+
+    name: str
+    launch_after: str
+    regions: tuple[Region, ...]
+    size_elements: int
+    dtype: str = "float32"
+    shards: int = 1
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Bytes of one element."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.size_elements * self.itemsize_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All groups, in the order in which they are launched; and the chain's segments, in forward order."""
+
+    groups: tuple[Group, ...]
+    segments: tuple[str, ...]
+
+    @property
+    def offsets_bytes(self) -> tuple[int, ...]:
+        """Start of each group in the one allocation that holds them all: the largest first, as XLA packs them."""
+        packed = sorted(self.groups, key=lambda group: -group.size_bytes)
+        blocks = (math.ceil(group.size_bytes / BUFFER_ALIGNMENT_BYTES) for group in packed)
+        starts = accumulate((count * BUFFER_ALIGNMENT_BYTES for count in blocks), initial=0)
+        offset = {group.name: start for group, start in zip(packed, starts, strict=False)}
+        return tuple(offset[group.name] for group in self.groups)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions of all groups, in memory order."""
+        return tuple(region for group in self.groups for region in group.regions)
+
+    @property
+    def shards(self) -> int:
+        """Parts into which every buffer is laid out."""
+        return self.groups[0].shards
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that have a gradient."""
+        return frozenset(region.name for region in self.regions if region.kind.value.startswith("G_"))
+
+
+def _gradient_kind(name: str, names: set[str], first_segment: str, last_segment: str) -> Kind:
+    segment, _, _ = name.partition("/")
+    parent, _, leaf = name.rpartition("/")
+    if leaf == "scale":
+        return Kind.G_BN_WEIGHT
+    if leaf == "bias" and f"{parent}/scale" in names:
+        return Kind.G_BN_BIAS
+    if segment == first_segment:
+        # With the stem in `deep`, the large group could not start before the whole backward is done.
+        return Kind.G_FIRST_CONV
+    if segment == last_segment:
+        return Kind.G_FC_BIAS if leaf == "bias" else Kind.G_FC_WEIGHT
+    return Kind.G_DEEP_CONV
+
+
+def physical_order(shape: Sequence[int], conv_order: ConvOrder) -> tuple[int, ...]:
+    """Returns the dims of a parameter in memory order: rank 4 is a kernel of logical shape (H, W, I, O).
+
+    >>> physical_order((3, 3, 64, 128), "OHWI")
+    (3, 0, 1, 2)
+    """
+    return (3, 0, 1, 2) if len(shape) == 4 and conv_order == "OHWI" else tuple(range(len(shape)))
+
+
+def list_tensors(params_shape: Any, segments: Sequence[str]) -> list[Tensor]:
+    """Returns the gradients in the order of readiness: the backward reaches the last layer of the last segment first.
+
+    Args:
+        params_shape: `{segment: tree}` of shapes.
+        segments: segment names in forward order.
+    """
+    params = name_leaves(params_shape)
+    position = {segment: index for index, segment in enumerate(segments)}
+    tensors = []
+    for name, leaf in params.items():
+        kind = _gradient_kind(name, set(params), segments[0], segments[-1])
+        tensors.append(Tensor(name, kind, tuple(leaf.shape), position[name.partition("/")[0]]))
+    return sorted(tensors, key=lambda tensor: (tensor.segment, natural(tensor.name)), reverse=True)
+
+
+def _check(tensors: Mapping[str, Any], segments: Sequence[str], alignment_bytes: int) -> None:
+    if alignment_bytes < 4 or alignment_bytes % 4:
+        raise ValueError(f"alignment_bytes={alignment_bytes} is not a positive multiple of 4, the float32 size")
+    for name, leaf in tensors.items():
+        if leaf.dtype != jnp.float32:
+            raise ValueError(
+                f"{name} is {leaf.dtype}; parameters and statistics are float32: pass `dtype` "
+                "to the module to compute in another type"
+            )
+        if name.partition("/")[0] not in segments:
+            raise ValueError(f"{name} belongs to no segment of the chain: {', '.join(segments)}")
+
+
+def _passengers(stats: Mapping[str, Any], last_segment: int) -> tuple[Tensor, list[Tensor]]:
+    """Returns the results of the batch and the BatchNorm statistics, complete when the forward is."""
+    results = Tensor("results", Kind.R_RESULT, (NUM_RESULTS,), last_segment)
+    statistics = []
+    for name, leaf in stats.items():
+        kind = Kind.B_NEXT_MEAN if "mean" in name.rpartition("/")[2] else Kind.B_NEXT_VAR
+        statistics.append(Tensor(name, kind, tuple(leaf.shape), last_segment))
+    return results, statistics
+
+
+def _tile(
+    name: str, members: Sequence[Tensor], launch_after: str, dtype: str, conv_order: ConvOrder,
+    alignment_elements: int, shards: int,
+) -> Group:  # fmt: skip
+    offset, regions = 0, []
+    for tensor in sorted(members, key=lambda tensor: list(Kind).index(tensor.kind)):  # stable: readiness in a kind
+        elements = math.prod(tensor.shape)
+        elements = elements if tensor.kind is Kind.R_RESULT else math.ceil(elements / shards)
+        order = physical_order(tensor.shape, conv_order)
+        regions.append(Region(tensor.name, tensor.kind, tensor.shape, order, offset, elements))
+        offset += math.ceil(elements / alignment_elements) * alignment_elements
+    return Group(name, launch_after, tuple(regions), shards * offset, dtype, shards)
+
+
+def make_plan(
+    params_shape: Mapping[str, Any],
+    batch_stats_shape: Mapping[str, Any],
+    segments: Sequence[str],
+    split: Split = two_groups,
+    *,
+    conv_order: ConvOrder = "OHWI",
+    alignment_bytes: int = 4,
+    frozen: Container[str] = (),
+    comm_dtype: str = "float32",
+    shards: int = 1,
+    bundled: bool = True,
+) -> Plan:
+    """Lays out all gradients, the results of the batch and the BatchNorm statistics in groups.
+
+    `R_RESULT` ends the first group that is launched, the BatchNorm statistics end the last. Both travel in float32:
+    where the gradients do not, they form a group of their own, `rest`, launched last.
+
+    Args:
+        params_shape: `{segment: tree}` of float32 shapes, from `jax.eval_shape`.
+        batch_stats_shape: the same for the running statistics.
+        segments: segment names in forward order (trees come back from JAX with sorted keys).
+        split: which gradients form a group.
+        conv_order: physical order of rank-4 kernels.
+        alignment_bytes: every region starts at a multiple of this; 4 leaves no gap.
+        frozen: names of the parameters that have no gradient.
+        comm_dtype: element type in which gradients are reduced.
+        shards: parts into which every buffer is laid out, each region padded to a multiple of them.
+        bundled: False reduces results and every statistic by themselves.
+
+    Raises:
+        ValueError: a parameter is not float32, a tree names an unknown segment, there is no parameter to train, or
+            the alignment is not a multiple of 4 bytes.
+    """
+    stats = name_leaves(batch_stats_shape)
+    _check(name_leaves(params_shape) | stats, segments, alignment_bytes)
+    trained = [tensor for tensor in list_tensors(params_shape, segments) if tensor.name not in frozen]
+    if not trained:
+        raise ValueError("there are no parameters to train: the chain has none, or all are frozen")
+    groups = {name: list(members) for name, members in split(trained).items()}
+    dtypes = dict.fromkeys(groups, comm_dtype)
+    results, statistics = _passengers(stats, len(segments) - 1)
+    if not bundled:
+        groups = {"results": [results], **groups}
+        groups |= {f"statistic{index}": [tensor] for index, tensor in enumerate(statistics, 1)}
+    elif comm_dtype != "float32":
+        groups["rest"] = [*statistics, results]
+    else:
+        names = tuple(groups)
+        groups[names[0]].append(results)
+        groups[names[-1]] += statistics
+    launch_segment, tiled = len(segments) - 1, []
+    for name, members in groups.items():  # none starts before one that is launched before it
+        launch_segment = min(launch_segment, *(tensor.segment for tensor in members))
+        tiled.append(
+            _tile(name, members, segments[launch_segment], dtypes.get(name, "float32"), conv_order,
+                  alignment_bytes // 4, shards)
+        )  # fmt: skip
+    return Plan(tuple(tiled), tuple(segments))
