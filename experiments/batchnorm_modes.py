@@ -9,10 +9,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 from machines import without_augmentation
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -68,7 +69,7 @@ def run(config: Config, program: Program, seed: int, initial: TrainState) -> Out
     train_source, test_source = load(config.data)
     steps_per_epoch = count_batches(len(train_source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    state = jax.device_put(initial, program.forms.formats)
+    state = jax.device_put(initial, program.layouts.formats)
     seconds, losses, votes = [], [], program.votes(False)
     for batch in train_batches(train_source, config.global_batch, seed, 0, len(rates)):
         placed = jax.block_until_ready(program.place_train(batch))
@@ -87,7 +88,7 @@ def run(config: Config, program: Program, seed: int, initial: TrainState) -> Out
 
 def tabulate(config: Config, program: Program, outcomes: Sequence[Outcome], local_ms: float) -> dict[str, Any]:
     """Returns the columns of one mode at one batch; the step is compared with `local_ms`, 0: with itself."""
-    operations = list_operations(parse_module(program.train_step.as_text()))
+    operations = list_operations(parse_module(cast(Compiled, program.train_step).as_text()))
     reduced = [operation.size_bytes for operation in operations if operation.collective]
     step_ms = float(np.median(np.concatenate([outcome.seconds[WARMUP_STEPS:] for outcome in outcomes]))) * 1e3
     top1 = [100 * outcome.test_top1 for outcome in outcomes]

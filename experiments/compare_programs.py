@@ -120,7 +120,7 @@ def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["
 def use_ordinary_step(config: Config, program: Program, name: Literal["pmean", "automatic"]) -> Program:
     """Returns a run's program with that update in place of ours, and no reduction of ours in the model."""
     chain = make_chain(replace(config, bn="local"), describe(config.data))
-    return replace(program, train_step=make_ordinary_step(config, chain, program.mesh, name))
+    return replace(program, steps={(0, 1): make_ordinary_step(config, chain, program.mesh, name)})
 
 
 def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Report:

@@ -94,14 +94,14 @@ def measure_dispatch(devices: int) -> dict[str, Any]:
     mesh = make_mesh(config.devices)
     program = make_program(config, mesh)
     inputs = *place_inputs(config, program), program.votes(False)
-    formats = program.forms.formats
+    formats = program.layouts.formats
     nothing = jax.jit(
         lambda state, batch, rates, votes: (state, rates),
         in_shardings=(formats, *(jax.tree.map(lambda leaf: leaf.sharding, own) for own in inputs)),
         out_shardings=(formats, inputs[1].sharding),
         donate_argnums=0,
     )
-    step, state, micros = nothing.lower(program.forms.shape, *inputs).compile(), program.init(), []
+    step, state, micros = nothing.lower(program.layouts.shape, *inputs).compile(), program.init(), []
     for _ in range(300):
         jax.block_until_ready(state)
         began = time.perf_counter()

@@ -35,16 +35,15 @@ from trjax.keys import example_keys
 from trjax.mesh import REPLICATED, SPLIT, make_mesh, placement, start_platform
 from trjax.models.chain import Chain, apply_segment
 from trjax.models.resnet import Block, Head, StemSegment
-from trjax.step.backward import Recipe, reduce_gradients
+from trjax.step.backward import packed_backward
 from trjax.step.compile import lower_step
-from trjax.step.optim import make_optimizer
 from trjax.step.options import probe_options
 from trjax.step.plan import Plan
 from trjax.step.planner import plan_run
 from trjax.step.program import Program, make_program, shape_run
 from trjax.step.scores import score
+from trjax.step.spec import StepInputs, TrainStep
 from trjax.step.update import make_train_step
-from trjax.trees import select_leaves
 from trjax.xla.compiled import Compiled
 
 REDUCERS: tuple[Reducing, ...] = ("single", "per_leaf", "two_group")
@@ -83,29 +82,14 @@ def keep(buffer: jax.Array, after: jax.Array | None) -> jax.Array:
     return buffer if after is None else jax.lax.optimization_barrier((after, buffer))[1]
 
 
-def make_compute_step(config: Config, program: Program) -> Any:
+def make_compute_step(program: Program) -> TrainStep:
     """Returns the program's train step without its sums; every device keeps gradients of its own."""
-    spec, recipe = describe(config.data), replace(program.recipe, launch=keep)
-    trained = select_leaves(shape_run(config, recipe.chain).params, program.plan.trained)
-    optimizer = make_optimizer(config.optim, trained)
-    augment = make_augment(config.data, spec, config.seed)
-    return make_train_step(
-        recipe,
-        optimizer,
-        augment,
-        program.mesh,
-        program.forms.specs,
-        program.forms.formats,
-        seed=config.seed,
-        steps_per_epoch=program.steps_per_epoch,
-        written_out=True,
-        options=probe_options(program.mesh).accepted,
-    )
+    spec = replace(program.spec, gradients=replace(program.gradients, launch=keep), written_out=True)
+    return make_train_step(spec, program.mesh, program.layouts)
 
 
 def make_parts(config: Config, program: Program) -> tuple[Any, Any]:
     """Returns the forward alone and forward with backward, jitted: `(params, batch_stats, batch)`, nothing summed."""
-    recipe = replace(program.recipe, launch=keep)
     augment = make_augment(config.data, describe(config.data), config.seed)
 
     def prepare(block: Batch) -> Inputs:
@@ -113,14 +97,15 @@ def make_parts(config: Config, program: Program) -> tuple[Any, Any]:
 
     def forward(params: Any, batch_stats: Any, block: Batch) -> Any:
         x, keys, stats = prepare(block).images, example_keys(jax.random.key(0), block.indices), {}
-        for name, module in recipe.chain.items():
+        for name, module in program.gradients.chain.items():
             x, stats[name] = apply_segment(
                 module, params[name], batch_stats[name], x, train=True, mask=block.mask, keys=keys
             )
         return score(x, block.labels, block.mask)[1], stats
 
     def backward(params: Any, batch_stats: Any, block: Batch) -> Any:
-        return reduce_gradients(recipe, params, batch_stats, block, prepare, jax.random.key(0))[0]
+        inputs = StepInputs(params, batch_stats, jax.random.key(0))
+        return [buffer for _, buffer in packed_backward(program.gradients, inputs, block, prepare)]
 
     specs = (REPLICATED, REPLICATED, SPLIT)
     over = partial(jax.shard_map, mesh=program.mesh, in_specs=specs, out_specs=SPLIT, check_vma=False)
@@ -128,13 +113,13 @@ def make_parts(config: Config, program: Program) -> tuple[Any, Any]:
     return jax.jit(over(forward), compiler_options=options), jax.jit(over(backward), compiler_options=options)
 
 
-def make_sums(recipe: Recipe, program: Program) -> Any:
+def make_sums(program: Program) -> Any:
     """Returns the sums of a step alone, jitted: from the groups' buffers to their sums."""
 
     def sums(buffers: list[jax.Array]) -> list[jax.Array]:
         previous, found = None, []
         for buffer in buffers:
-            previous = recipe.launch(buffer, previous)
+            previous = program.gradients.launch(buffer, previous)
             found.append(previous)
         return found
 
@@ -144,7 +129,7 @@ def make_sums(recipe: Recipe, program: Program) -> Any:
 
 def repeat_step(step: Any, program: Program, initial: Any, batch: Batch) -> Call:
     """Returns a call that does one more step, and waits for it."""
-    state = jax.device_put(initial, program.forms.formats)
+    state = jax.device_put(initial, program.layouts.formats)
     rates, votes = np.full(program.num_steps, 1e-3, np.float32), program.votes(False)
 
     def call() -> Any:
@@ -187,12 +172,12 @@ def measure(config: Config, chain: Chain | None, reducers: Sequence[Reducing], r
     calls: dict[str, Call] = {
         "forward": lambda: forward(*whole, placed),
         "backward": lambda: backward(*whole, placed),
-        "compute": repeat_step(make_compute_step(config, program), program, initial, placed),
+        "compute": repeat_step(make_compute_step(program), program, initial, placed),
     }
     for name, own in programs.items():
         buffers = [np.zeros(mesh.size * group.size_elements, group.dtype) for group in own.plan.groups]
         buffers = jax.device_put(buffers, placement(mesh, SPLIT))
-        calls[f"{name} sums"] = partial(make_sums(own.recipe, own), buffers)
+        calls[f"{name} sums"] = partial(make_sums(own), buffers)
         calls[f"{name} step"] = repeat_step(lower_step(own).compile(), own, initial, placed)
     progress(f"{DEVICES} devices here: compiling and timing {len(calls)} programs ...")
     taken = time_calls(calls, repeats)

@@ -84,9 +84,9 @@ def timed(do: Callable[[], Value]) -> tuple[Value, float]:
 
 def save_and_load(program: Program) -> float:
     """Returns the seconds that a checkpoint's bytes take to be made and read."""
-    state: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.forms.saved_shape)
+    state: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.layouts.saved_shape)
     data, there = timed(lambda: encode(state, About(0, {}, {}, None)))
-    _, back = timed(lambda: decode(data, program.forms.saved_shape, "the checkpoint"))
+    _, back = timed(lambda: decode(data, program.layouts.saved_shape, "the checkpoint"))
     return there + back
 
 

@@ -125,8 +125,8 @@ def compile_step(config: Config, name: str, machine: Machine) -> Compiled:
         return compile_for(machine, replace(config, reducer=name))[0]  # type: ignore[arg-type]
     mesh = mesh_of(machine)
     program = make_program(config, mesh)
-    step = make_ordinary_step(config, program.recipe.chain, mesh, "pmean")
-    return compile_program(replace(program, train_step=step), name)
+    step = make_ordinary_step(config, program.gradients.chain, mesh, "pmean")
+    return compile_program(replace(program, steps={(0, 1): step}), name)
 
 
 def forecast(config: Config, variants: Sequence[Variant], sizes: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -58,7 +58,7 @@ def run(config: Config, program: Program, source: Source, initial: TrainState) -
     """Yields the seconds of each step, with its batch placed before and its results awaited, and its loss."""
     steps_per_epoch = count_batches(len(source), config.global_batch)
     rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    state = jax.device_put(initial, program.forms.formats)
+    state = jax.device_put(initial, program.layouts.formats)
     votes = program.votes(False)
     for batch in train_batches(source, config.global_batch, config.seed, 0, len(rates)):
         placed = jax.block_until_ready(program.place_train(batch))
@@ -71,7 +71,7 @@ def compile_step(config: Config, program: Program) -> tuple[Program, float]:
     """Returns the program with its step compiled, and the seconds that the cost model predicts for the step."""
     compiled = compile_lowered(lower_step(program))
     predicted = analyze_step(compiled, machine_of(program.mesh), config.global_batch).timeline.step_seconds
-    return replace(program, train_step=compiled.executable), predicted
+    return replace(program, steps={(0, 1): compiled.executable}), predicted
 
 
 def measure(config: Config, sizes: Sequence[int], num_steps: int) -> tuple[np.ndarray, list[float]]:

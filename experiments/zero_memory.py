@@ -66,7 +66,7 @@ def measure(config: Config, mesh: Mesh) -> dict[str, float]:
         memory = lower_step(program).compile(FAST_COMPILE).memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"{config.reducer} does not compile: {str(error).splitlines()[0]}") from error
-    state, formats = program.forms.shape, program.forms.formats
+    state, formats = program.layouts.shape, program.layouts.formats
     optimizer = device_bytes(state.opt_state, formats.opt_state)
     parameters = device_bytes(state, formats) - optimizer
     found = {

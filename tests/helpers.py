@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from trjax.config.run import Config, DataConfig, ModelConfig, OptimConfig
@@ -20,20 +21,22 @@ from trjax.data import cifar
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
 from trjax.keys import example_keys
-from trjax.mesh import REPLICATED, SPLIT, make_mesh
+from trjax.mesh import make_mesh
 from trjax.models.batchnorm import BatchNorm
 from trjax.models.chain import Chain, apply_segment
 from trjax.models.resnet import Block, Head, StemSegment
 from trjax.step import collectives
-from trjax.step.backward import Recipe, reduce_gradients
 from trjax.step.buckets import Split, two_groups
 from trjax.step.collectives import sum_moments
+from trjax.step.layouts import make_layouts
 from trjax.step.options import probe_options
 from trjax.step.plan import make_plan
 from trjax.step.program import Program, make_program
 from trjax.step.scores import score
-from trjax.step.update import train_split
-from trjax.trees import name_leaves
+from trjax.step.spec import GradientPlan, StepSpec
+from trjax.step.state import TrainState
+from trjax.step.update import make_train_step
+from trjax.trees import name_leaves, select_leaves
 
 WRITTEN_OUT = ("ring", "tree", "parameter_server")  # the same bits on all devices, but `shard_map` cannot see it
 DATA = DataConfig(source="synthetic", image_shape=(8, 8, 3), train_examples=100, test_examples=50)
@@ -110,6 +113,20 @@ def noise_block(seed: int, size: int, shape: tuple[int, ...] = (8, 8, 3), num_cl
     return images, random.integers(0, num_classes, size, dtype=np.int32), np.ones(size, np.float32)
 
 
+def capture_gradients() -> optax.GradientTransformation:
+    """Keeps the gradients of a step as its state, and changes no parameter."""
+    zeros = partial(jax.tree.map, jnp.zeros_like)
+    return optax.GradientTransformation(zeros, lambda gradients, _state, params: (zeros(params), gradients))
+
+
+def assert_same_bits(tree: Any) -> None:
+    """All devices hold the same bits of arrays that are whole on each of them."""
+    for leaf in jax.tree.leaves(tree):
+        first, *others = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        for other in others if first.shape == leaf.shape else ():
+            np.testing.assert_array_equal(other, first)
+
+
 def reduced_on(
     num_devices: int,
     chain: Chain,
@@ -120,34 +137,36 @@ def reduced_on(
     *,
     hosts: int = 1,
     planned: Any = MappingProxyType({}),
-    **recipe: Any,
+    **options: Any,
 ) -> dict[str, np.ndarray]:
-    """What `reduce_gradients` gives on that many devices, by region name; all devices hold the same bits."""
+    """What a train step sums on that many devices, by region name; all devices hold the same bits."""
     mesh = make_mesh(f"0-{num_devices - 1}", hosts)
     plan = make_plan(params, batch_stats, tuple(chain), split, conv_order="HWIO", **planned)
-    how = Recipe(chain, plan, len(block[1]), **{"launch": collectives.all_reduce, **recipe})
-
-    def body(params: Any, batch_stats: Any, images: jax.Array, labels: jax.Array, mask: jax.Array) -> Any:
-        batch = Batch(images, labels, mask, labels)
-        reduced, _ = reduce_gradients(
-            how, params, batch_stats, batch, lambda micro: Inputs(micro.images), jax.random.key(0)
-        )
-        return jax.tree.map(lambda leaf: leaf[None], reduced)  # a row for each device
-
-    split_spec = train_split(how.micro_batches)
-    run = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=(REPLICATED, REPLICATED, *[split_spec] * 3), out_specs=SPLIT,
-                      check_vma=how.launch.__name__ not in WRITTEN_OUT),
-        compiler_options=probe_options(mesh).accepted,
-    )  # fmt: skip
+    how = GradientPlan(chain, plan, len(block[1]), **{"launch": collectives.all_reduce, **options})
+    optimizer = capture_gradients()
+    spec = StepSpec(
+        how,
+        optimizer,
+        lambda micro, _epoch: Inputs(micro.images),
+        seed=0,
+        steps_per_epoch=1,
+        written_out=how.launch.__name__ in WRITTEN_OUT,
+        options=probe_options(mesh).accepted,
+    )
+    zero = jnp.zeros((), jnp.int32)
+    opt_state = optimizer.init(select_leaves(params, plan.trained))
+    start = jax.tree.map(jnp.asarray, TrainState(params, batch_stats, opt_state, zero, zero, {}, {}))
+    layouts = make_layouts(mesh, plan, optimizer, lambda: start, how.sharded)
+    images, labels, mask = block
+    batch = Batch(images, labels, mask, labels)
     if how.micro_batches > 1:
-        block = [leaf.reshape(how.micro_batches, -1, *leaf.shape[1:]) for leaf in block]
-    rows = jax.tree.map(np.asarray, run(params, batch_stats, *block))
-    if how.sharded:
-        return rows
-    for row in range(num_devices):
-        jax.tree.map(lambda leaf, row=row: np.testing.assert_array_equal(leaf[row], leaf[0]), rows)
-    return jax.tree.map(lambda leaf: leaf[0], rows)
+        batch = jax.tree.map(lambda leaf: leaf.reshape(how.micro_batches, -1, *leaf.shape[1:]), batch)
+    step = make_train_step(spec, mesh, layouts)
+    state, outcome = step(layouts.init(), batch, np.zeros(1, np.float32), np.zeros(num_devices, np.float32))
+    assert_same_bits((state, outcome))
+    whole = layouts.unload(state)
+    found = name_leaves(whole.opt_state) | name_leaves(whole.batch_stats) | {"results": outcome[:-1]}
+    return {name: np.asarray(leaf) for name, leaf in found.items()}
 
 
 @partial(jax.jit, static_argnums=0)

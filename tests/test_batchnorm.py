@@ -153,7 +153,7 @@ def test_folded_network_equals_unfolded() -> None:
     program = tiny_program(1)
     state = program.init()
     params, stats = spread(state.params), spread(state.batch_stats, 1)
-    evaluate = jax.jit(partial(evaluate_chain, program.recipe.chain))
+    evaluate = jax.jit(partial(evaluate_chain, program.gradients.chain))
     images = noise_block(5, 16)[0]
     folded, rest = fold_batchnorm(params, stats)
     assert rest == {}

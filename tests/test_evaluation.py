@@ -45,7 +45,7 @@ def expected(source: ArraySource) -> np.ndarray:
     """Loss sum and counts in numpy, with unfolded BatchNorm, all examples at once."""
     program, params, batch_stats = prepared(1)
     logits = np.asarray(
-        evaluate_chain(program.recipe.chain, params, batch_stats, normalise(jnp.asarray(source.images), SPEC)),
+        evaluate_chain(program.gradients.chain, params, batch_stats, normalise(jnp.asarray(source.images), SPEC)),
         np.float64,
     )
     own = logits[np.arange(len(source)), source.labels]

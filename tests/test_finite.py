@@ -53,8 +53,8 @@ def step(program: Program, state: Any, rates: Any = (0.1,), stop: bool = False) 
 
 def spoiled(program: Program, state: Any) -> Any:
     """The same state with zeros in the one parameter: three values, in the shards of some devices only."""
-    host = jax.device_get(program.forms.unload(state))
-    return program.forms.load(replace(host, params={**host.params, "odd": {"odd": np.zeros(3, np.float32)}}))
+    host = jax.device_get(program.layouts.unload(state))
+    return program.layouts.load(replace(host, params={**host.params, "odd": {"odd": np.zeros(3, np.float32)}}))
 
 
 @pytest.mark.parametrize("reducer", REDUCERS)
@@ -90,7 +90,7 @@ def test_the_schedule_waits_too() -> None:
         state = replace(jax.device_get(program.init()), step=np.int32(3), skipped=np.int32(1))
         rates = np.zeros(5, np.float32)
         rates[index] = 0.1
-        after, _ = step(program, program.forms.load(state), rates)
+        after, _ = step(program, program.layouts.load(state), rates)
         pairs = zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True)
         changed = [not np.array_equal(a, b) for a, b in pairs]
         assert any(changed) == moves

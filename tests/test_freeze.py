@@ -28,7 +28,7 @@ def step(made: Program) -> tuple[Any, Any]:
     before = jax.tree.map(np.asarray, state.params)
     (batch,) = train_batches(load(config.data)[0], config.global_batch, 0, 0, 1)
     state, _ = made.train_step(state, made.place_train(batch), np.full(1, 0.1, np.float32), made.votes(False))
-    return name_leaves(before), name_leaves(made.forms.unload(state).params)
+    return name_leaves(before), name_leaves(made.layouts.unload(state).params)
 
 
 @pytest.mark.parametrize("reducer", ["two_group", "zero1"])
@@ -39,7 +39,7 @@ def test_frozen_parameters_stay_and_the_others_move(reducer: Any) -> None:
     before, after = step(made)
     assert {name for name in before if np.array_equal(before[name], after[name])} == frozen
     assert made.plan.trained == before.keys() - frozen
-    state = name_leaves(made.forms.saved_shape.opt_state)
+    state = name_leaves(made.layouts.saved_shape.opt_state)
     assert not [name for name in state for part in frozen if name.endswith(part)]
     whole = make_program(replace(config, freeze=()), make_mesh("0-1"), dense_chain())
     moved = step(whole)[1]

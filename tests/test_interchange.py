@@ -172,7 +172,7 @@ def test_the_exported_network_computes_what_an_evaluation_does(trained: Path) ->
     model = open_model(trained)
     images, _ = load(RUN.data)[1].read(np.arange(5))
     expected = evaluate_chain(
-        model.program.recipe.chain, model.params, model.batch_stats, normalise(jnp.asarray(images), model.spec)
+        model.program.gradients.chain, model.params, model.batch_stats, normalise(jnp.asarray(images), model.spec)
     )
     np.testing.assert_allclose(network.call(images), expected, atol=1e-5)
     np.testing.assert_allclose(network.call(images[:2]), expected[:2], atol=1e-5)

@@ -17,7 +17,7 @@ from trjax.cost.machines import Machine, make_machine, parse_topology
 from trjax.cost.targets import TARGETS
 from trjax.explain.plan import format_plan
 from trjax.step.buckets import Kind, Split, at_launches, ddp_buckets, one_each, one_group, two_groups
-from trjax.step.packing import cut, flatten, flatten_shard, unflatten
+from trjax.step.packing import pack, pack_shard, slice_regions, unpack
 from trjax.step.plan import ConvOrder, Plan, make_plan
 from trjax.step.planner import compare_groupings
 from trjax.step.program import shape_run
@@ -194,8 +194,8 @@ def test_round_trip_is_bitwise(tree: Any, conv_order: Any, alignment_bytes: int)
     plan = make_plan(params, batch_stats, segments, conv_order=conv_order, alignment_bytes=alignment_bytes)
     random = np.random.default_rng(0)
     values = {region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions}
-    buffers = jax.jit(lambda leaves: [flatten(group, leaves) for group in plan.groups])(values)
-    back = jax.jit(lambda buffers: [unflatten(*pair) for pair in zip(plan.groups, buffers, strict=True)])(buffers)
+    buffers = jax.jit(lambda leaves: [pack(group, leaves) for group in plan.groups])(values)
+    back = jax.jit(lambda buffers: [unpack(*pair) for pair in zip(plan.groups, buffers, strict=True)])(buffers)
     for group, buffer, leaves in zip(plan.groups, buffers, back, strict=True):
         assert buffer.shape == (group.size_elements,)
         for region in group.regions:
@@ -216,9 +216,9 @@ def test_shards_hold_a_part_of_every_tensor(tree: Any, shards: int, alignment_by
         region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions
     }
     for group in plan.groups:
-        buffer = np.asarray(flatten(group, values))
+        buffer = np.asarray(pack(group, values))
         assert buffer.shape == (group.size_elements,)
-        for name, leaf in unflatten(group, jnp.asarray(buffer)).items():
+        for name, leaf in unpack(group, jnp.asarray(buffer)).items():
             np.testing.assert_array_equal(leaf, values[name])
         rows = buffer.reshape(shards, -1)
         for region in group.regions:
@@ -231,7 +231,7 @@ def test_shards_hold_a_part_of_every_tensor(tree: Any, shards: int, alignment_by
                 assert not parts.ravel()[flat.size :].any()
                 assert parts.size - flat.size < shards
         for row in rows:  # one shard to its parts and back
-            np.testing.assert_array_equal(flatten_shard(group, cut(group, jnp.asarray(row))), row)
+            np.testing.assert_array_equal(pack_shard(group, slice_regions(group, jnp.asarray(row))), row)
 
 
 def test_same_plan_in_a_fresh_process() -> None:

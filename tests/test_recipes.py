@@ -51,7 +51,7 @@ def steps(config: Config, num_devices: int, num_steps: int = 3) -> tuple[list[An
     """The states before and behind each step, on the host, and their outcomes."""
     program = make_program(config, make_mesh(f"0-{num_devices - 1}"), chain_of(config))
     state, outcomes = program.init(), []
-    state = replace(state, params=jax.device_put(spread(state.params), program.forms.formats.params))
+    state = replace(state, params=jax.device_put(spread(state.params), program.layouts.formats.params))
     states = [jax.tree.map(np.asarray, state)]
     rates = np.full(program.num_steps, 0.05, np.float32)
     for batch in train_batches(load(config.data)[0], config.global_batch, 0, 0, num_steps):
@@ -93,7 +93,7 @@ def test_a_step_that_is_not_finite_leaves_the_running_mean(monkeypatch: pytest.M
     before = jax.tree.map(np.asarray, state.ema)
     params = jax.tree.map(lambda leaf: leaf * np.inf, state.params)
     (batch,) = train_batches(load(config.data)[0], 24, 0, 0, 1)
-    state = replace(state, params=jax.device_put(params, program.forms.formats.params))
+    state = replace(state, params=jax.device_put(params, program.layouts.formats.params))
     rates = np.full(program.num_steps, 0.05, np.float32)
     state, outcome = program.train_step(state, program.place_train(batch), rates, program.votes(False))
     assert outcome[-1] == 1
@@ -119,7 +119,7 @@ def test_mirror_images_are_evaluated_with_their_mean() -> None:
         totals = program.accumulate(totals, params, batch_stats, program.place(batch))
         images = normalise(batch.images, describe(config.data))
         both = [
-            evaluate_chain(program.recipe.chain, params, batch_stats, view) for view in (images, images[:, :, ::-1])
+            evaluate_chain(program.gradients.chain, params, batch_stats, view) for view in (images, images[:, :, ::-1])
         ]
         logits = np.asarray((both[0] + both[1]) / 2, np.float64)[batch.mask > 0]
         labels = np.asarray(batch.labels)[batch.mask > 0]
@@ -215,7 +215,7 @@ def test_a_scaled_loss_changes_no_update_and_an_overflow_only_the_scale(reducer:
     for factor in (2.0**4, 2.0**10, 2.0**24 * 2.0**14):
         state = program.init()
         state = replace(state, loss_scale={**state.loss_scale, "scale": jax.device_put(
-            np.float32(factor), program.forms.formats.loss_scale["scale"])})  # fmt: skip
+            np.float32(factor), program.layouts.formats.loss_scale["scale"])})  # fmt: skip
         before = jax.tree.map(np.asarray, state.params)
         state, outcome = program.train_step(state, program.place_train(batch), rates, program.votes(False))
         moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)

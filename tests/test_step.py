@@ -71,7 +71,7 @@ def test_state_is_donated() -> None:
     text = lower_step(tiny_program(2)).compile().as_text()
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text)
     assert aliases is not None
-    assert aliases.group(1).count("alias)") == len(jax.tree.leaves(tiny_program(2).forms.shape))
+    assert aliases.group(1).count("alias)") == len(jax.tree.leaves(tiny_program(2).layouts.shape))
 
 
 def test_devices_hold_the_same_bits_after_ten_steps() -> None:
@@ -122,7 +122,7 @@ def test_one_program_for_every_learning_rate_and_epoch() -> None:
         state, _ = program.train_step(
             state, program.place_train(batch), np.full(1, rate, np.float32), program.votes(False)
         )
-    assert program.train_step._cache_size() == 1
+    assert program.train_step._cache_size() == 1  # type: ignore[attr-defined]
 
 
 def test_learning_rate_zero_changes_no_parameter() -> None:

@@ -81,7 +81,7 @@ def run_tiny(workdir: str, stop_after: int = 0, **changes: Any) -> Any:
 def final_state(workdir: str, config: Config, devices: str = "0") -> Any:
     checkpoints = Checkpoints(Path(workdir, "checkpoints"), pytest.fail)
     assert checkpoints.last is not None
-    shapes = make_program(config, make_mesh(devices)).forms.saved_shape
+    shapes = make_program(config, make_mesh(devices)).layouts.saved_shape
     return decode(checkpoints.read(checkpoints.last.step), shapes, workdir)
 
 
@@ -338,12 +338,12 @@ def test_checkpoint_holds_the_state_to_the_bit_on_other_devices() -> None:
     state = replace(state, params=spread(state.params), batch_stats=spread(state.batch_stats, 1))
     checkpoints = Checkpoints(Path("checkpoints"), pytest.fail)
     about = About(0, {"epoch": 0, "batch": 0}, {"seed": 1}, None)
-    checkpoints.save(program_of_eight.forms.unload(state), about)
+    checkpoints.save(program_of_eight.layouts.unload(state), about)
     checkpoints.wait()
     found = Checkpoints(Path("checkpoints"), pytest.fail)
     assert found.last == about
     assert found.best is None
-    restored = program.forms.load(decode(found.read(0), program.forms.saved_shape, "it"))
+    restored = program.layouts.load(decode(found.read(0), program.layouts.saved_shape, "it"))
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert len(jax.tree.leaves(restored)[0].addressable_shards) == 3
 

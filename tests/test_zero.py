@@ -54,7 +54,7 @@ def run(made: Program, state: Any, num_steps: int = 3) -> Any:
 )
 def test_sharded_updates_equal_whole_ones(kind: str, num_devices: int) -> None:
     sharded, whole = program("zero1", kind, num_devices), program("two_group", kind, num_devices)
-    found, expected = sharded.forms.unload(run(sharded, sharded.init())), run(whole, whole.init())
+    found, expected = sharded.layouts.unload(run(sharded, sharded.init())), run(whole, whole.init())
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(expected))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=EXACT * max(1, np.abs(b).max())), found, expected)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), found.params, whole.init().params)
@@ -73,7 +73,7 @@ def test_norms_of_shards_alone_would_be_caught(monkeypatch: pytest.MonkeyPatch) 
 
 def test_each_device_keeps_its_part_of_the_optimizer_state() -> None:
     whole, sharded = program("two_group", "adamw", 8), program("zero1", "adamw", 8)
-    sizes = [leaf.size for leaf in jax.tree.leaves(whole.forms.shape.params)]
+    sizes = [leaf.size for leaf in jax.tree.leaves(whole.layouts.shape.params)]
     moments = [leaf for leaf in jax.tree.leaves(sharded.init().opt_state) if leaf.ndim]
     assert sorted(leaf.size for leaf in moments) == sorted([8 * -(-size // 8) for size in sizes] * 2)
     assert {leaf.addressable_shards[3].data.size * 8 / leaf.size for leaf in moments} == {1.0}
@@ -88,14 +88,14 @@ def test_checkpoints_are_the_same_for_every_reducer(tmp_path: Path) -> None:
     for first, then in ((sharded, whole), (whole, sharded)):
         checkpoints = Checkpoints(tmp_path / f"from{first is whole}", print)
         state = run(first, first.init())
-        checkpoints.save(first.forms.unload(state), About(3, {}, {}, None))
+        checkpoints.save(first.layouts.unload(state), About(3, {}, {}, None))
         checkpoints.wait()
-        restored = decode(checkpoints.read(3), then.forms.saved_shape, "it")
+        restored = decode(checkpoints.read(3), then.layouts.saved_shape, "it")
         assert {leaf.shape for leaf in jax.tree.leaves(restored)} == {
-            leaf.shape for leaf in jax.tree.leaves(whole.forms.shape)
+            leaf.shape for leaf in jax.tree.leaves(whole.layouts.shape)
         }
-        went_on = then.forms.unload(run(then, then.forms.load(restored), 1))
-        expected = first.forms.unload(run(first, state, 1))
+        went_on = then.layouts.unload(run(then, then.layouts.load(restored), 1))
+        expected = first.layouts.unload(run(first, state, 1))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=EXACT), went_on, expected)
 
 
@@ -139,7 +139,7 @@ def test_an_optimizer_of_ones_own() -> None:
     own = make_program(config, mesh, dense_chain("sync"), optax.trace(0.9, nesterov=True))
     same = replace(config, optim=OptimConfig(weight_decay=0.0))
     configured = make_program(same, mesh, dense_chain("sync"))
-    states = [made.forms.unload(run(made, made.init(), 1)).params for made in (own, configured)]
+    states = [made.layouts.unload(run(made, made.init(), 1)).params for made in (own, configured)]
     jax.tree.map(np.testing.assert_array_equal, *states)
     with pytest.raises(ValueError, match="reducer=zero1"):
         make_program(config, mesh, dense_chain("sync"), optax.clip_by_global_norm(1.0))

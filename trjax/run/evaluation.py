@@ -60,7 +60,7 @@ def evaluate_run(config: Config, which: Which = "last") -> list[str]:
     saved, program, state, step = read_state(Path(config.workdir), which, config.platform, config.devices)
     source = load(replace(saved.data, root=config.data.root))[1]
     program, lines = compile_evaluation(program), []
-    formats = (program.forms.formats.params, program.forms.formats.batch_stats)
+    formats = (program.layouts.formats.params, program.layouts.formats.batch_stats)
     for split, model in models_of(state).items():
         scores = evaluate_source(program, source, saved.global_batch, *jax.device_put(model, formats))
         assert scores is not None

@@ -30,7 +30,7 @@ def _save(
     run: Run, state: TrainState, step: int, scores: tuple[float | None, float | None] = (None, None)
 ) -> TrainState:
     """Starts to save, and returns the whole state; what is sharded is gathered before, by all processes."""
-    whole = run.program.forms.unload(state)
+    whole = run.program.layouts.unload(state)
     if run.checkpoints is not None:
         epoch, batch = divmod(step, run.program.steps_per_epoch)
         run.checkpoints.save(whole, About(step, {"epoch": epoch, "batch": batch}, asdict(run.config), *scores))
@@ -77,12 +77,11 @@ def _train(
     """
     config, program, step = run.config, run.program, start_step
     size = config.data.size_at(start_step // program.steps_per_epoch)
-    train_step = program.step_of(size)
     asked = not run.alone and run.interrupted()
     progress.meter.restart()
-    call = train_step
+    call = program.steps[size, 1]
     for count, batch in _in_calls(run, progress, batches, start_step, end_step):
-        call = train_step if count == 1 else program.train_steps
+        call = program.steps[size, count]
         state, outcomes = call(state, batch, run.rates, run.votes[asked])
         progress.read()
         progress.unread = (step + 1, outcomes)

@@ -121,7 +121,7 @@ def replay(config: Config) -> list[Finding]:
     if bad["checkpoint"] not in checkpoints.found:
         raise ValueError(f"{checkpoints.folder} holds no checkpoint of step {bad['checkpoint']}, where the run gave up")
     data = checkpoints.read(bad["checkpoint"])
-    state = decode(data, program.forms.saved_shape, str(checkpoints.folder))
+    state = decode(data, program.layouts.saved_shape, str(checkpoints.folder))
     spec, (source, _) = describe(config.data), load(config.data, config.seed)
     devices = 1 if config.bn == "sync" else bad["devices"]
     chain = make_chain(replace(config, bn="local"), spec)

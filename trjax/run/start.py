@@ -119,7 +119,7 @@ def _initial_state(
     program: Program, init_from: str, weights: Weights | None, warn: Callable[[str], None]
 ) -> TrainState:
     """Returns the state of a run that begins, arrays of the host: fresh, or with weights of a file."""
-    whole = program.forms.unload(program.forms.init())
+    whole = program.layouts.unload(program.layouts.init())
     state: TrainState = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), whole)
     if weights is None:
         return state
@@ -146,7 +146,7 @@ def _first_state(
 
     The initial state is sent too: machines of different kinds need not compute the same bits.
     """
-    forms = program.forms
+    forms = program.layouts
     last = checkpoints.last if checkpoints else None
     due = last is not None and last.test_top1 is None and last.position["batch"] == 0
     step, evaluated = json.loads(exchange("step", json.dumps([last.step if last else -1, not due]))[0])

@@ -69,7 +69,7 @@ def read_state(
     start_platform(platform, devices)
     program = make_program(config, make_mesh(devices))
     data = checkpoints.read(about.step)
-    return config, program, decode(data, program.forms.saved_shape, str(checkpoints.path(about.step))), about.step
+    return config, program, decode(data, program.layouts.saved_shape, str(checkpoints.path(about.step))), about.step
 
 
 def open_model(folder: Path, which: Which = "best", raw: bool = False) -> SavedModel:
@@ -97,7 +97,7 @@ def predict(model: SavedModel, images: jax.Array) -> jax.Array:
         images: uint8, or of the same values, shape (examples, height, width, channels).
     """
     pixels, flip = normalise(jnp.asarray(images), model.spec), model.config.data.flip_test
-    return evaluate_folded(model.program.recipe.chain, model.params, model.batch_stats, pixels, flip)
+    return evaluate_folded(model.program.gradients.chain, model.params, model.batch_stats, pixels, flip)
 
 
 def top_classes(logits: np.ndarray, count: int) -> list[tuple[int, float]]:

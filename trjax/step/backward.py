@@ -1,9 +1,8 @@
-"""The staged backward: one pullback per segment, run in reverse, each group summed when it is complete."""
+"""The staged backward: one pullback per segment, run in reverse; each group of gradients as soon as it is complete."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +10,14 @@ import numpy as np
 
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
-from trjax.keys import example_keys
-from trjax.models.chain import Chain, apply_segment, list_spans
+from trjax.keys import example_keys, stream_key
+from trjax.models.chain import apply_segment, list_spans
 from trjax.step import collectives
-from trjax.step.collectives import Launch
-from trjax.step.packing import STATISTICS, all_finite, cut, flatten, unflatten
-from trjax.step.plan import Group, Plan
+from trjax.step.packing import STATISTICS, pack
+from trjax.step.plan import Group
 from trjax.step.scores import score
+from trjax.step.spec import GradientPlan, StepInputs, StepSpec
+from trjax.step.state import TrainState
 from trjax.trees import name_leaves, restore_leaves
 
 Leaves = Mapping[str, jax.Array]
@@ -25,74 +25,70 @@ Prepare = Callable[[Batch], Inputs]
 """Maps a block of examples to the network's input and the targets."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the gradients of a step come about.
-
-    Attributes:
-        chain: the model.
-        plan: its plan; parameters that it does not hold are frozen, and have no gradient.
-        global_batch: examples over all devices and micro-batches when nothing is padding.
-        launch: sums a group over the devices.
-        statistics: of BatchNorm: the mean over the devices, weighted by their examples, or those of the first.
-        micro_batches: into which a block is split, along a dim of its own if there are more than one.
-        sharded: `launch` gives this device's shard of the sum.
-        remat: what of the forward the backward computes again in place of keeping it: the inside of every segment
-            (`block`), or of every stage, those segments in a row whose names are the same up to the last underscore.
-    """
-
-    chain: Chain
-    plan: Plan
-    global_batch: int
-    launch: Launch
-    statistics: Literal["mean", "first"] = "mean"
-    micro_batches: int = 1
-    sharded: bool = False
-    remat: Literal["none", "stage", "block"] = "none"
+def start_step(spec: StepSpec, state: TrainState, votes: jax.Array) -> StepInputs:
+    """Returns what a step's backward takes from the state, with parameters marked as differing between devices."""
+    params, batch_stats = collectives.vary(state.params), collectives.vary(state.batch_stats)
+    key = jax.random.fold_in(stream_key(spec.seed, "dropout"), state.step)
+    loss_scale = state.loss_scale["scale"] if state.loss_scale else 1.0
+    return StepInputs(params, batch_stats, key, loss_scale, votes[0])
 
 
-def _forward(
-    chain: Chain, params: Any, frozen: Leaves, batch_stats: Any, keys: Mapping[str, jax.Array], mask: jax.Array,
-    trained: Mapping[str, Leaves], x: jax.Array,
-) -> tuple[jax.Array, dict[str, Any]]:  # fmt: skip
-    """Applies the segments of `trained`; returns their output, and their new statistics."""
-    next_stats = {}
-    for segment, own in trained.items():
-        tree = restore_leaves({**frozen, **own}, {segment: params[segment]})[segment]
-        x, next_stats[segment] = apply_segment(
-            chain[segment], tree, batch_stats[segment], x, train=True, mask=mask, keys=keys[segment]
-        )
-    return x, next_stats
+def choose_backward(how: GradientPlan) -> Callable[..., Iterator[tuple[Group, jax.Array]]]:
+    """Returns the backward of a whole block, or that of several micro-batches."""
+    return packed_backward if how.micro_batches == 1 else accumulated_backward
 
 
-def _differentiate(
-    recipe: Recipe, params: Any, batch_stats: Any, inputs: Inputs, block: Batch, key: jax.Array,
-    loss_scale: jax.Array | float, complete: Callable[[Group, Leaves], None], vote: jax.Array | float = 0.0,
-) -> Any:  # fmt: skip
-    """Runs forward and backward, and calls `complete` with every group as soon as its tensors are there.
-
-    The segments below the lowest one that is trained have no backward.
-
-    Returns:
-        The new BatchNorm statistics.
-    """
-    named = name_leaves(params)
-    planned = {region.name for region in recipe.plan.regions}
-    frozen = {name: leaf for name, leaf in named.items() if name not in planned}
-    trained = {
-        segment: {name: leaf for name, leaf in name_leaves({segment: params[segment]}).items() if name in planned}
-        for segment in recipe.chain
+def _make_forward(how: GradientPlan, inputs: StepInputs, block: Batch) -> Callable[..., tuple[jax.Array, Any]]:
+    """Returns `(trained, x) -> (output, new statistics)`, which applies the segments that `trained` names."""
+    frozen = {name: leaf for name, leaf in name_leaves(inputs.params).items() if name not in how.plan.trained}
+    keys = {
+        segment: example_keys(jax.random.fold_in(inputs.key, index), block.indices)
+        for index, segment in enumerate(how.chain)
     }
+
+    def forward(trained: Mapping[str, Leaves], x: jax.Array) -> tuple[jax.Array, Any]:
+        next_stats = {}
+        for segment, own in trained.items():
+            params = restore_leaves({**frozen, **own}, {segment: inputs.params[segment]})[segment]
+            stats, draws = inputs.batch_stats[segment], keys[segment]
+            x, next_stats[segment] = apply_segment(
+                how.chain[segment], params, stats, x, train=True, mask=block.mask, keys=draws
+            )
+        return x, next_stats
+
+    return forward
+
+
+def staged_backward(
+    how: GradientPlan, inputs: StepInputs, block: Batch, images: Inputs
+) -> Iterator[tuple[Group, Leaves]]:
+    """Runs forward and backward, and yields every group as soon as its tensors are there.
+
+    The loss is divided by `global_batch` before the backward, so that the sum over the devices is the mean over the
+    global batch, without a scale kernel, and fits a narrow type. The segments below the lowest one that is trained
+    have no backward.
+
+    Args:
+        how: the model and its plan.
+        inputs: parameters and statistics.
+        block: labels, mask and indices of this device's examples, leading dim (examples,).
+        images: the network's input, and the targets.
+
+    Yields:
+        A group of the plan and, by name, all tensors that are complete: its gradients, the new BatchNorm statistics,
+        the results.
+    """
+    named = {segment: name_leaves({segment: inputs.params[segment]}) for segment in how.chain}
+    trained = {
+        segment: {name: leaf for name, leaf in leaves.items() if name in how.plan.trained}
+        for segment, leaves in named.items()
+    }
+    forward = _make_forward(how, inputs, block)
+    kept = forward if how.remat == "none" else jax.checkpoint(forward)
     pullbacks: dict[tuple[str, ...], Callable] = {}
     next_stats: dict[str, Any] = {}
-    keys = {
-        segment: example_keys(jax.random.fold_in(key, index), block.indices)
-        for index, segment in enumerate(recipe.chain)
-    }
-    forward = partial(_forward, recipe.chain, params, frozen, batch_stats, keys, block.mask)
-    kept = forward if recipe.remat == "none" else jax.checkpoint(forward)
-    x = inputs.images
-    for span in list_spans(recipe.chain, recipe.remat):
+    x = images.images
+    for span in list_spans(how.chain, how.remat):
         own = {segment: trained[segment] for segment in span}
         if pullbacks or any(own.values()):
             x, pullbacks[span], stats = jax.vjp(kept, own, x, has_aux=True)
@@ -100,139 +96,81 @@ def _differentiate(
             x, stats = forward(own, x)
         next_stats |= stats
 
-    measure = partial(score, labels=block.labels, mask=block.mask, targets=inputs.targets)
+    measure = partial(score, labels=block.labels, mask=block.mask, targets=images.targets)
     _, pull_loss, scores = jax.vjp(measure, x, has_aux=True)
-    leaves = name_leaves(next_stats) | {"results": jnp.append(scores, vote)}
-    (cotangent,) = pull_loss(collectives.vary(jnp.asarray(np.float32(1 / recipe.global_batch) * loss_scale)))
+    leaves = name_leaves(next_stats) | {"results": jnp.append(scores, inputs.vote)}
+    (cotangent,) = pull_loss(collectives.vary(jnp.asarray(np.float32(1 / how.global_batch) * inputs.loss_scale)))
     for span, pull in reversed(pullbacks.items()):
         gradients, cotangent = pull(cotangent)
-        if recipe.remat != "none":  # the compiler would leave filter gradients for last, and keep all that they need
+        if how.remat != "none":  # the compiler would leave filter gradients for last, and keep all that they need
             gradients, cotangent = jax.lax.optimization_barrier((gradients, cotangent))
         for segment in reversed(span):
             leaves |= gradients[segment]
-            for group in recipe.plan.groups:
-                if group.launch_after == segment:
-                    complete(group, leaves)
-    return next_stats
+            yield from ((group, leaves) for group in how.plan.groups if group.launch_after == segment)
 
 
-def _accumulate(
-    recipe: Recipe,
-    params: Any,
-    batch_stats: Any,
-    blocks: Batch,
-    prepare: Prepare,
-    key: jax.Array,
-    loss_scale: jax.Array | float,
-) -> tuple[dict[str, jax.Array], Any]:
-    """Runs all micro-batches but the last, one after the other, and adds up their gradients and results.
+def _statistics_share(how: GradientPlan, examples: jax.Array) -> jax.Array:
+    """Returns the weight of this device's BatchNorm statistics in their sum over the devices, float32, shape ()."""
+    if how.statistics == "first":
+        return (collectives.device_index() == 0).astype(jnp.float32)
+    return examples / how.global_batch
+
+
+def packed_backward(
+    how: GradientPlan, inputs: StepInputs, block: Batch, prepare: Prepare
+) -> Iterator[tuple[Group, jax.Array]]:
+    """Yields every group of the plan with its buffer, 1-D, as soon as all of it is computed: deep, then first.
+
+    Args:
+        how: the model and its plan.
+        inputs: parameters and statistics.
+        block: this device's examples, leading dim (local_batch,).
+        prepare: maps a block of examples to the network's input.
+    """
+    share = _statistics_share(how, block.mask.sum())
+    for group, leaves in staged_backward(how, inputs, block, prepare(block)):
+        yield group, pack(group, leaves, share)
+
+
+def _accumulate(how: GradientPlan, inputs: StepInputs, blocks: Batch, prepare: Prepare) -> tuple[dict, Any]:
+    """Runs micro-batches one after the other, and adds up their gradients and results.
 
     Returns:
-        Every group's buffer, float32, with zeros for the BatchNorm statistics; and these.
+        Every group's buffer, float32, with zeros for the BatchNorm statistics; and the statistics themselves.
     """
 
     def run(carry: tuple[dict[str, jax.Array], Any], block: Batch) -> tuple[Any, None]:
-        sums, stats = carry
-        sums = dict(sums)
-
-        def add(group: Group, leaves: Leaves) -> None:
+        sums, batch_stats = dict(carry[0]), carry[1]
+        leaves: Leaves = {}
+        for group, leaves in staged_backward(how, inputs._replace(batch_stats=batch_stats), block, prepare(block)):
             none = {region.name: jnp.zeros(region.shape) for region in group.regions if region.kind in STATISTICS}
-            sums[group.name] += flatten(group, {**leaves, **none}, dtype="float32")
+            sums[group.name] += pack(group, {**leaves, **none}, dtype="float32")
+        return (sums, restore_leaves(leaves, batch_stats)), None
 
-        stats = _differentiate(recipe, params, stats, prepare(block), block, key, loss_scale, add)
-        return (sums, stats), None
-
-    zeros = {group.name: collectives.vary(jnp.zeros(group.size_elements)) for group in recipe.plan.groups}
-    carry, _ = jax.lax.scan(run, (zeros, batch_stats), blocks)
+    zeros = {group.name: collectives.vary(jnp.zeros(group.size_elements)) for group in how.plan.groups}
+    carry, _ = jax.lax.scan(run, (zeros, inputs.batch_stats), blocks)
     return carry
 
 
-def _scaled(recipe: Recipe, sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns every region's tensor, or this device's shard of it, from the summed buffers."""
-    exact = {"results"}
-    if recipe.statistics == "first":
-        exact |= {region.name for region in recipe.plan.regions if region.kind in STATISTICS}
-    take = cut if recipe.sharded else unflatten
-    buffers = [(group, sums[group.name].astype(jnp.float32)) for group in recipe.plan.groups]
-    unscaled = {name: leaf for pair in buffers for name, leaf in take(*pair).items() if name in exact}
-    scale = recipe.global_batch / jnp.maximum(unscaled["results"][3], 1)
-    # Scaled before it is cut: XLA then updates the small leaves in a few kernels, not one for each.
-    reduced = {name: leaf for group, buffer in buffers for name, leaf in take(group, buffer * scale).items()}
-    return reduced | unscaled
+def accumulated_backward(
+    how: GradientPlan, inputs: StepInputs, blocks: Batch, prepare: Prepare
+) -> Iterator[tuple[Group, jax.Array]]:
+    """Does for several micro-batches what `packed_backward` does for a block: one sum over the devices for all.
 
-
-def _check(sums: dict[str, jax.Array]) -> jax.Array:
-    """Returns whether all sums are finite; leaves the last of them waiting until the others have been checked.
-
-    Every update waits for the last group, which has nothing but that check to hide behind.
-    """
-    *names, last = sums
-    if not names:
-        return all_finite(sums.values())
-    others = all_finite(sums[name] for name in names)
-    sums[last], others = jax.lax.optimization_barrier((sums[last], others))
-    return others & all_finite([sums[last]])
-
-
-def reduce_gradients(
-    recipe: Recipe,
-    params: Any,
-    batch_stats: Any,
-    block: Batch,
-    prepare: Prepare,
-    key: jax.Array,
-    vote: jax.Array | float = 0.0,
-    loss_scale: jax.Array | float = 1.0,
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Runs forward and backward on this device's block and sums every group over the devices.
-
-    The loss is divided by `global_batch` before the backward, so that the sum over the devices is the mean
-    over the global batch, without a scale kernel, and fits a narrow type. A device's BatchNorm statistics count by
-    its share of the examples. Where padding leaves fewer than `global_batch` examples, a factor
-    `global_batch / count`, with the count from the results, makes it the mean of the real ones; it is fused into the
-    update.
-
-    With several micro-batches all but the last run in a loop; the last adds what they have left to each of its groups
-    before it is launched: one reduction of each group in any case, behind the rest of the last backward.
+    All micro-batches but the last run in a loop. The last one adds their sums to each group before the group is
+    yielded, so that the reduction of each group still overlaps with the rest of the last backward.
 
     Args:
-        recipe: how.
-        params: `{segment: tree}`, the same on all devices.
-        batch_stats: likewise.
-        block: this device's examples, leading dim (local_batch,), or (micro_batches, examples) if there are several.
+        how: the model and its plan.
+        inputs: parameters and statistics.
+        blocks: this device's examples, leading dims (micro_batches, examples).
         prepare: maps a block of examples to the network's input.
-        key: for dropout and the like, the same on all devices; each example's index is folded into it.
-        vote: 1 if this device asks to stop, float32, shape ().
-        loss_scale: factor of all gradients, so that small ones do not vanish in float16; float32, shape ().
-
-    Returns:
-        Every region's tensor by name, bitwise the same on all devices: `results` is the sum over the devices,
-        everything else the mean over the real examples. Of a reducer to shards, this device's shards.
-        And whether all that was summed is finite.
     """
-    params, batch_stats = collectives.vary(params), collectives.vary(batch_stats)
-    examples = block.mask.sum()
-    carried: dict[str, jax.Array] = {}
-    if recipe.micro_batches > 1:
-        first, block = (jax.tree.map(lambda leaf, part=part: leaf[part], block) for part in (slice(-1), -1))
-        carried, batch_stats = _accumulate(recipe, params, batch_stats, first, prepare, key, loss_scale)
-        # The last one starts behind the others: a loop of one turn is inlined, and both would be in memory at once.
-        block = jax.lax.optimization_barrier((carried, block))[1]
-    share = examples / recipe.global_batch
-    if recipe.statistics == "first":
-        share = (collectives.device_index() == 0).astype(jnp.float32)
-    sums: dict[str, jax.Array] = {}
-    previous: jax.Array | None = None
-
-    def launch(group: Group, leaves: Leaves) -> None:
-        nonlocal previous
-        if carried:
-            buffer = (flatten(group, leaves, share, "float32") + carried[group.name]).astype(group.dtype)
-        else:
-            buffer = flatten(group, leaves, share)
-        with jax.named_scope(f"all_reduce_{group.name}"):  # by which a reader of the program knows it
-            previous = sums[group.name] = recipe.launch(buffer, previous)
-
-    _differentiate(recipe, params, batch_stats, prepare(block), block, key, loss_scale, launch, vote)
-    finite = _check(sums)
-    return _scaled(recipe, sums), finite
+    examples = blocks.mask.sum()
+    first, last = (jax.tree.map(lambda leaf, part=part: leaf[part], blocks) for part in (slice(-1), -1))
+    carried, batch_stats = _accumulate(how, inputs._replace(vote=0.0), first, prepare)
+    # The last one starts after the others: a loop of one iteration is inlined, and both would be in memory at once.
+    last = jax.lax.optimization_barrier((carried, last))[1]
+    share = _statistics_share(how, examples)
+    for group, leaves in staged_backward(how, inputs._replace(batch_stats=batch_stats), last, prepare(last)):
+        yield group, (pack(group, leaves, share, "float32") + carried[group.name]).astype(group.dtype)

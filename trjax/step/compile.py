@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.stages import Wrapped
 
 from trjax.memory import require_device
 from trjax.step.limits import SMALLER
@@ -44,12 +45,11 @@ def lower_step(program: Program, size: int = 0, dispatch: int = 1) -> Any:
         size: that of images resized to this side; 0: as they are.
         dispatch: steps of one call; of several, those of images as they are.
     """
-    step, batch = program.step_of(size), program.batch_shape
+    step, batch = cast(Wrapped, program.steps[size, dispatch]), program.batch_shape
     if dispatch > 1:
-        step = program.train_steps
         batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((dispatch, *leaf.shape), leaf.dtype), batch)
     rates, votes = (jax.ShapeDtypeStruct((count,), np.float32) for count in (program.num_steps, program.mesh.size))
-    return step.lower(program.forms.shape, batch, rates, votes)
+    return step.lower(program.layouts.shape, batch, rates, votes)
 
 
 def needed_bytes(step: Any) -> int:
@@ -67,11 +67,11 @@ def _check_memory(program: Program, step: Any) -> None:
 
 def compile_evaluation(program: Program) -> Program:
     """Returns the program with its evaluation compiled."""
-    state, batch, totals = program.forms.shape, program.eval_batch_shape, program.totals_shape
+    state, batch, totals = program.layouts.shape, program.eval_batch_shape, program.totals_shape
     return replace(
         program,
-        accumulate=program.accumulate.lower(totals, state.params, state.batch_stats, batch).compile(),
-        reduce_totals=program.reduce_totals.lower(totals).compile(),
+        accumulate=cast(Wrapped, program.accumulate).lower(totals, state.params, state.batch_stats, batch).compile(),
+        reduce_totals=cast(Wrapped, program.reduce_totals).lower(totals).compile(),
     )
 
 
@@ -98,8 +98,9 @@ def compile_program(
         return step
 
     first, *others = sizes
-    steps = {first: compile_step(first)}
+    steps = {(first, 1): compile_step(first)}
     for size in others:
-        steps[size] = Ahead(partial(compile_step, size), maker) if maker else compile_step(size)
-    several = compile_step(0, dispatch) if dispatch > 1 else None
-    return replace(compile_evaluation(program), train_step=steps.pop(0), resized_steps=steps, train_steps=several)
+        steps[size, 1] = Ahead(partial(compile_step, size), maker) if maker else compile_step(size)
+    if dispatch > 1:
+        steps[0, dispatch] = compile_step(0, dispatch)
+    return replace(compile_evaluation(program), steps=steps)

@@ -54,7 +54,7 @@ def make_evaluation(
         chain: the model.
         preprocess: maps uint8 images to the network's input.
         mesh: the devices.
-        formats: of the state, `StateForms.formats`.
+        formats: of the state, `StateLayouts.formats`.
         flip: score the mean of an image's logits and its mirror image's.
         options: to compile with.
     """

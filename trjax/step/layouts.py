@@ -1,4 +1,11 @@
-"""The two forms of a run's state: as the step has it, and as checkpoints have it, and where each array of it lies."""
+"""Pinned layouts: in which order and where each array of a run's state lies, in the step and in checkpoints.
+
+What is pinned, and why: on a GPU, convolution kernels, their momentum and the gradient regions lie in OHWI, as cuDNN
+reads them. Otherwise the gather of gradients and the update would transpose each kernel: 53 transposes a step and
+direction for ResNet-50. `state_formats` pins parameters and optimizer state; `plan.physical_order` is the order of the
+regions; XLA's NCCL buffers (`options.USER_BUFFERS`) keep the flat buffers in one allocation. The verdicts `transposes`
+and `one allocation` of `step.rules` hold it, in `tests/test_audit.py`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +25,7 @@ from trjax.step.zero import join_state, opt_state_specs, shard_state
 
 
 @dataclass(frozen=True)
-class StateForms:
+class StateLayouts:
     """The state as the step has it, and as checkpoints have it, whatever the reducer: every array whole.
 
     Attributes:
@@ -80,10 +87,10 @@ def _same(state: TrainState) -> TrainState:
     return state
 
 
-def make_forms(
+def make_layouts(
     mesh: Mesh, plan: Plan, optimizer: optax.GradientTransformation, init: Callable[[], TrainState], sharded: bool
-) -> StateForms:
-    """Returns both forms of a state; computes nothing.
+) -> StateLayouts:
+    """Returns both layouts of a state; computes nothing.
 
     Args:
         mesh: the devices.
@@ -100,7 +107,7 @@ def make_forms(
     specs = state_specs(optimizer, shape, sharded)
     formats = place(shape, specs)
     saved_formats = place(saved_shape, state_specs(optimizer, saved_shape, False))
-    return StateForms(
+    return StateLayouts(
         shape=shape,
         specs=specs,
         formats=formats,

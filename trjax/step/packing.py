@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from trjax.step.buckets import Kind
 from trjax.step.plan import Group, Region
+from trjax.step.spec import GradientPlan
 
 STATISTICS = (Kind.B_NEXT_MEAN, Kind.B_NEXT_VAR)
 
@@ -56,9 +57,7 @@ def _tile(group: Group, pieces: Mapping[str, jax.Array]) -> list[jax.Array]:
     return [*parts, zeros(group.size_elements // group.shards - end)]
 
 
-def flatten(
-    group: Group, leaves: Mapping[str, jax.Array], share: jax.Array | float = 1.0, dtype: str = ""
-) -> jax.Array:
+def pack(group: Group, leaves: Mapping[str, jax.Array], share: jax.Array | float = 1.0, dtype: str = "") -> jax.Array:
     """Returns the group's buffer, 1-D, with every region's tensor in its physical order at its offset.
 
     On a GPU the concatenation writes straight into the buffer that the AllReduce works on, and casts on the way.
@@ -84,7 +83,7 @@ def flatten(
     return _concatenate([*parts[:split], _concatenate(parts[split:]) * share]).reshape(-1)
 
 
-def cut(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
+def slice_regions(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
     """Returns what a buffer (or one shard of it) holds of each region, by name, as it lies there.
 
     Args:
@@ -97,12 +96,12 @@ def cut(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def unflatten(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
-    """Returns the tensors of a group by name, in their logical shapes: the inverse of `flatten`."""
+def unpack(group: Group, buffer: jax.Array) -> dict[str, jax.Array]:
+    """Returns the tensors of a group by name, in their logical shapes: the inverse of `pack`."""
     if group.shards == 1:
-        pieces = cut(group, buffer)
+        pieces = slice_regions(group, buffer)
         return {region.name: _logical(region, pieces[region.name]) for region in group.regions}
-    pieces = cut(group, buffer.reshape(group.shards, -1))
+    pieces = slice_regions(group, buffer.reshape(group.shards, -1))
     return {region.name: join_shards(region, pieces[region.name]) for region in group.regions}
 
 
@@ -111,11 +110,53 @@ def all_finite(buffers: Iterable[jax.Array]) -> jax.Array:
     return jnp.stack([jnp.isfinite(buffer).all() for buffer in buffers]).all()
 
 
-def flatten_shard(group: Group, pieces: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns one shard of the buffer, 1-D, from the parts of its tensors: the inverse of `cut`.
+def pack_shard(group: Group, pieces: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns one shard of the buffer, 1-D, from the parts of its tensors: the inverse of `slice_regions`.
 
     Args:
         group: where the tensors go.
         pieces: shape (shard_elements,) each, by name.
     """
     return _concatenate(_tile(group, pieces))
+
+
+def check_finite(sums: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Checks all sums, and leaves the last of them waiting until the others have been checked.
+
+    Every update waits for the last group, and nothing but that check is left to overlap with its reduction.
+
+    Returns:
+        The sums by group, and whether all of them are finite: bool, shape ().
+    """
+    *names, last = sums
+    if not names:
+        return dict(sums), all_finite(sums.values())
+    others = all_finite(sums[name] for name in names)
+    waiting, others = jax.lax.optimization_barrier((sums[last], others))
+    return {**sums, last: waiting}, others & all_finite([waiting])
+
+
+def unpack_means(how: GradientPlan, sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns every region's tensor, or this device's shard of it, from the summed buffers.
+
+    Where padding leaves fewer than `global_batch` examples, a factor `global_batch / count`, with the count from the
+    results, makes a sum the mean over the real ones. XLA fuses it into the update.
+
+    Args:
+        how: the plan, and the global batch.
+        sums: the buffer of every group, summed over the devices.
+
+    Returns:
+        Tensors by the name of their region, bitwise the same on all devices: `results` is the sum over the devices,
+        everything else the mean over the real examples.
+    """
+    exact = {"results"}
+    if how.statistics == "first":
+        exact |= {region.name for region in how.plan.regions if region.kind in STATISTICS}
+    take = slice_regions if how.sharded else unpack
+    buffers = [(group, sums[group.name].astype(jnp.float32)) for group in how.plan.groups]
+    unscaled = {name: leaf for pair in buffers for name, leaf in take(*pair).items() if name in exact}
+    scale = how.global_batch / jnp.maximum(unscaled["results"][3], 1)
+    # Scaled before it is cut: XLA then updates the small leaves in a few kernels, not one for each.
+    means = {name: leaf for group, buffer in buffers for name, leaf in take(group, buffer * scale).items()}
+    return means | unscaled

@@ -1,7 +1,7 @@
 """A run's configuration turned into its parts: the one place from which `train` and `explain` take them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,16 @@ from trjax.mesh import SPLIT, fill, machine_of, own_rows, place, split_batch
 from trjax.models.chain import Chain, init_chain
 from trjax.models.resnet import make_resnet
 from trjax.step import collectives
-from trjax.step.backward import Recipe
 from trjax.step.evaluation import make_evaluation
-from trjax.step.layouts import StateForms, conv_order_of, make_forms
+from trjax.step.layouts import StateLayouts, conv_order_of, make_layouts
 from trjax.step.limits import check_size, count_examples
 from trjax.step.optim import make_optimizer
 from trjax.step.options import probe_options, train_step_options
 from trjax.step.plan import NUM_SCORES, Plan
 from trjax.step.planner import Shapes, plan_run
 from trjax.step.reducers import Reducer, make_reducer
-from trjax.step.state import init_state
+from trjax.step.spec import Accumulate, GradientPlan, ReduceTotals, StepSpec, TrainStep
+from trjax.step.state import StateSpec, TrainState, init_state
 from trjax.step.update import make_train_step, train_split
 from trjax.step.zero import check_elementwise
 from trjax.trees import select_leaves
@@ -40,49 +40,57 @@ class Program:
 
     Attributes:
         mesh: the devices.
-        recipe: how gradients come about: the model, its plan, how groups are summed.
-        forms: of the state, as the step and as checkpoints have it, and where it lies.
+        spec: the train step of images as they are: model, plan, reduction, optimizer.
+        layouts: of the state, as the step and as checkpoints have it, and where it lies.
         batch_shape: a `Batch` of shapes, as the step has it.
         eval_batch_shape: the same, as evaluation has it.
         totals_shape: of an evaluation's totals.
-        steps_per_epoch: batches of an epoch.
         num_steps: of the run.
-        init: `() -> TrainState`, jitted.
-        train_step: see `step.make_train_step`.
-        resized_steps: the same, by the side to which they resize the training images.
-        train_steps: several of them in one call; None if the run does not ask for that.
-        accumulate: see `step.make_evaluation`.
+        steps: train steps, jitted or compiled, by the side to which they resize the training images (0: none) and the
+            number of steps in one call.
+        accumulate: see `evaluation.make_evaluation`.
         reduce_totals: likewise.
     """
 
     mesh: Mesh
-    recipe: Recipe
-    forms: StateForms
+    spec: StepSpec
+    layouts: StateLayouts
     batch_shape: Batch
     eval_batch_shape: Batch
     totals_shape: jax.ShapeDtypeStruct
-    steps_per_epoch: int
     num_steps: int
-    init: Any
-    train_step: Any
-    resized_steps: Mapping[int, Any]
-    train_steps: Any
-    accumulate: Any
-    reduce_totals: Any
+    steps: Mapping[tuple[int, int], TrainStep]
+    accumulate: Accumulate
+    reduce_totals: ReduceTotals
 
-    def step_of(self, size: int) -> Any:
-        """Returns the train step for images resized to this side; 0: as they are."""
-        return self.resized_steps[size] if size else self.train_step
+    def init(self) -> TrainState:
+        """Returns the initial state, on the devices."""
+        return self.layouts.init()
+
+    @property
+    def train_step(self) -> TrainStep:
+        """The train step for images as they are, one step a call."""
+        return self.steps[0, 1]
+
+    @property
+    def gradients(self) -> GradientPlan:
+        """How gradients are computed and summed: the model, its plan, the reduction."""
+        return self.spec.gradients
 
     @property
     def plan(self) -> Plan:
-        """Where the gradients live."""
-        return self.recipe.plan
+        """Where the gradients lie."""
+        return self.gradients.plan
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch."""
+        return self.spec.steps_per_epoch
 
     @property
     def rows(self) -> np.ndarray:
         """Positions, in a training batch, of the examples that this process reads."""
-        return own_rows(self.mesh, self.batch_shape.labels.shape, train_split(self.recipe.micro_batches))
+        return own_rows(self.mesh, self.batch_shape.labels.shape, train_split(self.gradients.micro_batches))
 
     @property
     def eval_rows(self) -> np.ndarray:
@@ -95,7 +103,7 @@ class Program:
 
     def place_train(self, *batches: Batch) -> Batch:
         """Splits a training batch, or those of one call, over the devices; of micro-batches, each over all of them."""
-        micro_batches = self.recipe.micro_batches
+        micro_batches = self.gradients.micro_batches
         if micro_batches > 1:
             batches = tuple(
                 Batch(*(leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch)) for batch in batches
@@ -160,9 +168,9 @@ def _make_optimizers(
     return make_optimizer(config.optim, trained), make_optimizer(config.optim, trained, *sums)
 
 
-def _make_recipe(config: Config, reducer: Reducer, chain: Chain, plan: Plan) -> Recipe:
-    """Returns how the gradients of a run's step come about."""
-    return Recipe(
+def _make_gradient_plan(config: Config, reducer: Reducer, chain: Chain, plan: Plan) -> GradientPlan:
+    """Returns how the gradients of a run are computed and summed."""
+    return GradientPlan(
         chain,
         plan,
         config.global_batch,
@@ -178,6 +186,15 @@ def _train_dims(config: Config) -> tuple[int, ...]:
     """Returns the leading dims of a training batch: (global_batch,), or (micro_batches, examples of each)."""
     micro_batches = config.accumulate
     return (config.global_batch,) if micro_batches == 1 else (micro_batches, config.global_batch // micro_batches)
+
+
+def _make_steps(config: Config, spec: StepSpec, mesh: Mesh, layouts: StateLayouts) -> dict[tuple[int, int], TrainStep]:
+    """Returns the train steps of a run: one for each size of its images, and one of several steps a call."""
+    resized = {size: replace(spec, augment=make_prepare(config, size)) for size in config.data.sizes}
+    steps = {(size, 1): make_train_step(own, mesh, layouts) for size, own in {0: spec, **resized}.items()}
+    if config.steps_per_dispatch > 1:
+        steps[0, config.steps_per_dispatch] = make_train_step(spec, mesh, layouts, config.steps_per_dispatch)
+    return steps
 
 
 def make_program(
@@ -199,44 +216,39 @@ def make_program(
     part = split_batch(config.global_batch, mesh.size, config.accumulate)
     if config.data.mixes and part % 2:
         raise ValueError(f"data.mixup or data.cutmix with {part} examples a device: must be even, to mix them in pairs")
-    spec, shapes, reducer = describe(config.data), shape_run(config, chain), make_reducer(config)
-    steps_per_epoch = count_batches(count_examples(config, spec), config.global_batch, config.last_batch)
-    check_size(config, mesh, shapes.params, spec, config.epochs * steps_per_epoch)
+    data, shapes, reducer = describe(config.data), shape_run(config, chain), make_reducer(config)
+    steps_per_epoch = count_batches(count_examples(config, data), config.global_batch, config.last_batch)
+    check_size(config, mesh, shapes.params, data, config.epochs * steps_per_epoch)
     machine, conv_order = machine_of(mesh, config.link_gbytes), conv_order_of(mesh.devices.flat[0].platform)
     plan = plan_run(config, shapes, machine, conv_order)
     whole_optimizer, optimizer = _make_optimizers(config, shapes, plan, optimizer, reducer.sharded)
-    select = partial(select_leaves, names=plan.trained)
-    init = partial(
-        init_state, shapes.chain, whole_optimizer, spec.image_shape, config.seed, select,
-        config.optim.ema_decay > 0, config.precision == "float16",
-    )  # fmt: skip
-    forms = make_forms(mesh, plan, whole_optimizer, init, reducer.sharded)
-    recipe = _make_recipe(config, reducer, shapes.chain, plan)
-    accumulate, reduce_totals = make_evaluation(
-        shapes.chain, partial(normalise, spec=spec), mesh, forms.formats, config.data.flip_test,
-        probe_options(mesh, config.deterministic).accepted,
-    )  # fmt: skip
-
-    def make_step(size: int, dispatch: int = 1) -> Any:
-        return make_train_step(
-            recipe, optimizer, make_prepare(config, size), mesh, forms.specs, forms.formats,
-            seed=config.seed, steps_per_epoch=steps_per_epoch, ema_decay=config.optim.ema_decay,
-            written_out=reducer.written_out, dispatch=dispatch, options=train_step_options(config, reducer, plan, mesh),
-        )  # fmt: skip
-
+    start = StateSpec(
+        shapes.chain, data.image_shape, config.seed, config.optim.ema_decay > 0, config.precision == "float16"
+    )
+    init = partial(init_state, start, whole_optimizer, partial(select_leaves, names=plan.trained))
+    layouts = make_layouts(mesh, plan, whole_optimizer, init, reducer.sharded)
+    spec = StepSpec(
+        gradients=_make_gradient_plan(config, reducer, shapes.chain, plan),
+        optimizer=optimizer,
+        augment=make_prepare(config),
+        seed=config.seed,
+        steps_per_epoch=steps_per_epoch,
+        ema_decay=config.optim.ema_decay,
+        written_out=reducer.written_out,
+        options=train_step_options(config, reducer, plan, mesh),
+    )
+    options = probe_options(mesh, config.deterministic).accepted
+    preprocess, formats = partial(normalise, spec=data), layouts.formats
+    accumulate, reduce_totals = make_evaluation(shapes.chain, preprocess, mesh, formats, config.data.flip_test, options)
     return Program(
         mesh=mesh,
-        recipe=recipe,
-        forms=forms,
-        batch_shape=shape_batch(spec, *_train_dims(config)),
-        eval_batch_shape=shape_batch(spec, config.global_batch),
+        spec=spec,
+        layouts=layouts,
+        batch_shape=shape_batch(data, *_train_dims(config)),
+        eval_batch_shape=shape_batch(data, config.global_batch),
         totals_shape=jax.ShapeDtypeStruct((mesh.size, NUM_SCORES), np.float32),
-        steps_per_epoch=steps_per_epoch,
         num_steps=config.epochs * steps_per_epoch,
-        init=forms.init,
-        train_step=make_step(0),
-        resized_steps={size: make_step(size) for size in config.data.sizes},
-        train_steps=make_step(0, config.steps_per_dispatch) if config.steps_per_dispatch > 1 else None,
+        steps=_make_steps(config, spec, mesh, layouts),
         accumulate=accumulate,
         reduce_totals=reduce_totals,
     )

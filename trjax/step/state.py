@@ -41,30 +41,39 @@ class TrainState:
     loss_scale: Any
 
 
+@dataclass(frozen=True)
+class StateSpec:
+    """The initial state of a run.
+
+    Attributes:
+        chain: the model.
+        image_shape: of one example.
+        seed: of the parameters.
+        keep_ema: keep a running mean too.
+        scale_loss: for gradients in float16.
+    """
+
+    chain: Chain
+    image_shape: tuple[int, ...]
+    seed: int
+    keep_ema: bool = False
+    scale_loss: bool = False
+
+
 def init_state(
-    chain: Chain,
-    optimizer: optax.GradientTransformation,
-    image_shape: tuple[int, ...],
-    seed: int,
-    select: Callable[[Any], Any] = lambda params: params,
-    keep_ema: bool = False,
-    scale_loss: bool = False,
+    spec: StateSpec, optimizer: optax.GradientTransformation, select: Callable[[Any], Any] = lambda params: params
 ) -> TrainState:
     """Returns the initial state: a function of the seed alone.
 
     Args:
-        chain: the model.
+        spec: the state.
         optimizer: of the parameters that are trained.
-        image_shape: of one example.
-        seed: of the parameters.
         select: leaves out the parameters that are frozen.
-        keep_ema: keep a running mean too.
-        scale_loss: for gradients in float16.
     """
-    params, batch_stats = init_chain(chain, stream_key(seed, "init"), image_shape)
+    params, batch_stats = init_chain(spec.chain, stream_key(spec.seed, "init"), spec.image_shape)
     zero = jnp.zeros((), jnp.int32)
-    ema = {"params": params, "batch_stats": batch_stats} if keep_ema else {}
-    loss_scale = {"scale": jnp.full((), FIRST_SCALE), "good_steps": zero} if scale_loss else {}
+    ema = {"params": params, "batch_stats": batch_stats} if spec.keep_ema else {}
+    loss_scale = {"scale": jnp.full((), FIRST_SCALE), "good_steps": zero} if spec.scale_loss else {}
     return TrainState(params, batch_stats, optimizer.init(select(params)), zero, zero, ema, loss_scale)
 
 
@@ -93,3 +102,34 @@ def next_loss_scale(loss_scale: Any, finite: jax.Array) -> Any:
         "scale": jnp.where(finite, after, jnp.maximum(scale / 2, 1.0)),
         "good_steps": jnp.where(grows | ~finite, 0, good_steps),
     }
+
+
+def _average(state: TrainState, params: Any, batch_stats: Any, decay: float) -> Any:
+    """Returns the running mean with the new values in it; the first updates count for more, or it would lag behind.
+
+    Source of the ramp: the moving averages of TensorFlow.
+    """
+    if not state.ema:
+        return state.ema
+    updates = (state.step - state.skipped).astype(jnp.float32)
+    share = jnp.minimum(decay, (1 + updates) / (10 + updates))
+    new = {"params": params, "batch_stats": batch_stats}
+    return jax.tree.map(lambda old, new: share * old + (1 - share) * new, state.ema, new)
+
+
+def select_state(state: TrainState, finite: jax.Array, updated: tuple[Any, Any, Any], ema_decay: float) -> TrainState:
+    """Returns the state after a batch: updated, or the old one except for the data position.
+
+    Args:
+        state: before the batch.
+        finite: whether the sums are finite, bool, shape (); if not, nothing but the position changes.
+        updated: new parameters, BatchNorm statistics and optimizer state.
+        ema_decay: of the running mean, if the state has one.
+    """
+    params, batch_stats, _ = updated
+    before = (state.params, state.batch_stats, state.opt_state, state.ema)
+    after = (*updated, _average(state, params, batch_stats, ema_decay))
+    kept: Any = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    params, batch_stats, opt_state, ema = kept
+    skipped, loss_scale = state.skipped + jnp.where(finite, 0, 1), next_loss_scale(state.loss_scale, finite)
+    return TrainState(params, batch_stats, opt_state, state.step + 1, skipped, ema, loss_scale)

@@ -1,80 +1,84 @@
-"""One compiled update, one compiled evaluation."""
+"""The update of a train step: one function reads as the recipe; what compiles it and runs it several times is below."""
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from trjax.data.augment import Preprocess
 from trjax.data.batches import Batch
-from trjax.keys import stream_key
 from trjax.mesh import REPLICATED, SPLIT, SPLIT_MICRO, placement
-from trjax.step.backward import Recipe, reduce_gradients
+from trjax.step.backward import choose_backward, start_step
+from trjax.step.layouts import StateLayouts
 from trjax.step.optim import apply_optimizer
-from trjax.step.plan import Plan
-from trjax.step.state import TrainState, next_loss_scale, unscale
-from trjax.step.zero import update_shards
+from trjax.step.packing import check_finite, unpack_means
+from trjax.step.spec import StepSpec, Update
+from trjax.step.state import TrainState, select_state, unscale
+from trjax.step.zero import make_sharded_update
 from trjax.trees import name_leaves, restore_leaves, select_leaves
-from trjax.xla.options import Options
 
 
-def _update(
-    state: TrainState,
-    reduced: dict[str, jax.Array],
-    plan: Plan,
-    optimizer: optax.GradientTransformation,
-    learning_rate: jax.Array,
-) -> tuple[Any, Any, Any]:
-    """Returns the new parameters, BatchNorm statistics and optimizer state."""
-    trained = select_leaves(state.params, plan.trained)
-    gradients = unscale(restore_leaves(reduced, trained), state.loss_scale)
-    batch_stats = restore_leaves(reduced, state.batch_stats)
-    params, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, trained, learning_rate)
-    return restore_leaves(name_leaves(state.params) | name_leaves(params), state.params), batch_stats, opt_state
+def mean_statistics(leaves: dict[str, jax.Array], batch_stats: Any) -> Any:
+    """Returns the new BatchNorm statistics: their mean over the devices, weighted by examples.
 
-
-def _average(state: TrainState, params: Any, batch_stats: Any, decay: float) -> Any:
-    """Returns the running mean with the new values in it; the first updates count for more, or it would lag behind.
-
-    Source of the ramp: the moving averages of TensorFlow.
+    This is the `pmean` of the statistics, without a collective of its own: `pack` has weighted each device's
+    statistics by its share of the examples, they were summed at the end of the group `first`, and nothing is left but
+    to take them out.
     """
-    if not state.ema:
-        return state.ema
-    updates = (state.step - state.skipped).astype(jnp.float32)
-    share = jnp.minimum(decay, (1 + updates) / (10 + updates))
-    new = {"params": params, "batch_stats": batch_stats}
-    return jax.tree.map(lambda old, new: share * old + (1 - share) * new, state.ema, new)
+    return restore_leaves(leaves, batch_stats)
 
 
-def _advance(state: TrainState, finite: jax.Array, updated: tuple[Any, Any, Any], ema_decay: float) -> TrainState:
-    """Returns the state behind a batch: updated, or as it was but for the data position if the sums are not finite."""
-    params, batch_stats, _ = updated
-    before = (state.params, state.batch_stats, state.opt_state, state.ema)
-    after = (*updated, _average(state, params, batch_stats, ema_decay))
-    kept: Any = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-    params, batch_stats, opt_state, ema = kept
-    skipped, loss_scale = state.skipped + jnp.where(finite, 0, 1), next_loss_scale(state.loss_scale, finite)
-    return TrainState(params, batch_stats, opt_state, state.step + 1, skipped, ema, loss_scale)
+def make_update(spec: StepSpec) -> Update:
+    """Returns the update of one device, which runs inside of `shard_map`.
+
+    It reads as the recipe: augment; backward in stages, each group of gradients summed over the devices as soon as it
+    is complete, while the backward goes on to the next; one check; unpack; optimizer; keep the old state if a sum is
+    not finite.
+    """
+    how, optimizer = spec.gradients, spec.optimizer
+    backward = choose_backward(how)
+
+    def update(
+        state: TrainState, block: Batch, learning_rates: jax.Array, votes: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        inputs = start_step(spec, state, votes)
+        learning_rate = learning_rates[state.step - state.skipped]
+        prepare = lambda micro: spec.augment(micro, state.step // spec.steps_per_epoch)  # noqa: E731
+        sums: dict[str, jax.Array] = {}
+        last = None
+        for group, buffer in backward(how, inputs, block, prepare):  # deep, then first, each as soon as it is complete
+            with jax.named_scope(f"all_reduce_{group.name}"):  # by which a reader of the program knows it
+                sums[group.name] = last = how.launch(buffer, last)  # psum: contiguous, in place, tied to the one before
+        sums, finite = check_finite(sums)
+        leaves = unpack_means(how, sums)  # mean over the real examples
+        batch_stats = mean_statistics(leaves, state.batch_stats)  # they rode in `first`: no collective of their own
+        trained = select_leaves(state.params, how.plan.trained)
+        gradients = unscale(restore_leaves(leaves, trained), state.loss_scale)
+        changed, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, trained, learning_rate)
+        params = restore_leaves(name_leaves(state.params) | name_leaves(changed), state.params)
+        new = select_state(state, finite, (params, batch_stats, opt_state), spec.ema_decay)
+        return new, jnp.append(leaves["results"], jnp.where(finite, 0.0, 1.0))
+
+    return update
 
 
-def make_train_step(
-    recipe: Recipe,
-    optimizer: optax.GradientTransformation,
-    augment: Preprocess,
-    mesh: Mesh,
-    specs: TrainState,
-    formats: Any,
-    *,
-    seed: int,
-    steps_per_epoch: int,
-    ema_decay: float = 0.0,
-    written_out: bool = False,
-    dispatch: int = 1,
-    options: Options | None = None,
-) -> Any:
+def repeat_update(update: Update, unroll: bool) -> Update:
+    """Returns an update of several steps in one call: its batches and outcomes have a leading dim of that many.
+
+    Args:
+        update: of one step.
+        unroll: write the steps out one after the other, not as a loop.
+    """
+
+    def updates(
+        state: TrainState, blocks: Batch, learning_rates: jax.Array, votes: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        return jax.lax.scan(lambda now, block: update(now, block, learning_rates, votes), state, blocks, unroll=unroll)
+
+    return updates
+
+
+def make_train_step(spec: StepSpec, mesh: Mesh, layouts: StateLayouts, dispatch: int = 1) -> Any:
     """Returns the jitted update `(state, batch, learning_rates, votes) -> (state, outcome)`.
 
     The state is donated. The learning rates are those of all updates of the run, float32, shape (updates,): the step
@@ -83,57 +87,27 @@ def make_train_step(
     `outcome` is the batch's `R_RESULT`, and 1 if it was skipped because the sums are not finite: float32, shape (6,).
 
     Args:
-        recipe: how gradients come about; its plan in the physical order of `formats`.
-        optimizer: for a learning rate of one.
-        augment: maps a block and the epoch to the network's input and the targets.
+        spec: the step; its plan in the physical order of `layouts`.
         mesh: the devices; those of a topology description need not be there to compile.
-        specs: how the state is spread, `StateForms.specs`.
-        formats: where it lies, `StateForms.formats`.
-        seed: for dropout and the like.
-        steps_per_epoch: batches after which the epoch changes.
-        ema_decay: of the running mean, if the state has one.
+        layouts: how the state is spread over the devices, and in which order each array lies.
         dispatch: steps of one call; if more than 1, batches and outcomes have a leading dim of that many.
-        written_out: the sums are the same on all devices, but `shard_map` cannot see it.
-        options: to compile with; None leaves the compiler its own.
     """
-
-    def block_step(
-        state: TrainState, block: Batch, learning_rates: jax.Array, votes: jax.Array
-    ) -> tuple[TrainState, jax.Array]:
-        key = jax.random.fold_in(stream_key(seed, "dropout"), state.step)
-        epoch, learning_rate = state.step // steps_per_epoch, learning_rates[state.step - state.skipped]
-        loss_scale = state.loss_scale["scale"] if state.loss_scale else 1.0
-        reduced, finite = reduce_gradients(
-            recipe, state.params, state.batch_stats, block, lambda micro: augment(micro, epoch), key, votes[0],
-            loss_scale,
-        )  # fmt: skip
-        if recipe.sharded:
-            updated, results, finite = update_shards(state, reduced, recipe.plan, optimizer, learning_rate)
-        else:
-            updated, results = _update(state, reduced, recipe.plan, optimizer, learning_rate), reduced["results"]
-        return _advance(state, finite, updated, ema_decay), jnp.append(results, jnp.where(finite, 0.0, 1.0))
-
-    def block_steps(
-        state: TrainState, blocks: Batch, learning_rates: jax.Array, votes: jax.Array
-    ) -> tuple[TrainState, jax.Array]:
-        # In a loop XLA's CPU convolutions are some ten times slower.
-        unroll = mesh.devices.flat[0].platform == "cpu"
-        step = partial(block_step, learning_rates=learning_rates, votes=votes)
-        return jax.lax.scan(step, state, blocks, unroll=unroll)
-
-    whole, batch_spec = placement(mesh, REPLICATED), train_split(recipe.micro_batches, dispatch)
+    update = make_sharded_update(spec) if spec.gradients.sharded else make_update(spec)
+    if dispatch > 1:  # in a loop XLA's CPU convolutions are some ten times slower
+        update = repeat_update(update, unroll=mesh.devices.flat[0].platform == "cpu")
+    whole, batch_spec = placement(mesh, REPLICATED), train_split(spec.gradients.micro_batches, dispatch)
     return jax.jit(
         jax.shard_map(
-            block_step if dispatch == 1 else block_steps,
+            update,
             mesh=mesh,
-            in_specs=(specs, batch_spec, REPLICATED, SPLIT),
-            out_specs=(specs, REPLICATED),
-            check_vma=not written_out,
+            in_specs=(layouts.specs, batch_spec, REPLICATED, SPLIT),
+            out_specs=(layouts.specs, REPLICATED),
+            check_vma=not spec.written_out,
         ),
-        in_shardings=(formats, placement(mesh, batch_spec), whole, placement(mesh, SPLIT)),
-        out_shardings=(formats, whole),
+        in_shardings=(layouts.formats, placement(mesh, batch_spec), whole, placement(mesh, SPLIT)),
+        out_shardings=(layouts.formats, whole),
         donate_argnums=0,
-        compiler_options=options,
+        compiler_options=spec.options,
     )
 
 

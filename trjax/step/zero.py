@@ -16,12 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from trjax.data.batches import Batch
 from trjax.step import collectives
+from trjax.step.backward import choose_backward, start_step
 from trjax.step.grouping import list_equations
 from trjax.step.optim import apply_optimizer
-from trjax.step.packing import all_finite, flatten_shard, join_shards, spread_shards, unflatten
+from trjax.step.packing import (
+    all_finite,
+    check_finite,
+    join_shards,
+    pack_shard,
+    spread_shards,
+    unpack,
+    unpack_means,
+)
 from trjax.step.plan import Plan, Region
-from trjax.step.state import TrainState, unscale
+from trjax.step.spec import StepSpec, Update
+from trjax.step.state import TrainState, select_state, unscale
 from trjax.trees import name_leaves, restore_leaves, select_leaves
 
 _JOINING = (
@@ -32,9 +43,11 @@ _PROBE_TOLERANCE = 1e-5
 
 
 def _convert(
-    optimizer: optax.GradientTransformation, plan: Plan, state: TrainState,
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    state: TrainState,
     change: Callable[[Region, jax.Array], jax.Array],
-) -> TrainState:  # fmt: skip
+) -> TrainState:
     """Returns the state with the leaves of its optimizer state that mirror a parameter changed."""
     regions = {region.name: region for region in plan.regions}
     trained = select_leaves(state.params, plan.trained)
@@ -62,48 +75,72 @@ def opt_state_specs(optimizer: optax.GradientTransformation, opt_state: Any, sha
     )
 
 
-def update_shards(
-    state: TrainState,
-    reduced: dict[str, jax.Array],
-    plan: Plan,
-    optimizer: optax.GradientTransformation,
-    learning_rate: jax.Array,
-) -> tuple[tuple[Any, Any, Any], jax.Array, jax.Array]:
-    """Updates this device's shard of everything, then gathers the new parameters and statistics, group by group.
+def _own_shards(plan: Plan, params: Any) -> Any:
+    """Returns this device's shard of every parameter, shape (shard_elements,) each."""
+    leaves, index = name_leaves(params), collectives.device_index()
+    rows = {
+        region.name: spread_shards(region, leaves[region.name], plan.shards)
+        for region in plan.regions
+        if region.name in leaves
+    }
+    own = {name: jax.lax.dynamic_index_in_dim(row, index, keepdims=False) for name, row in rows.items()}
+    return restore_leaves(own, params)
+
+
+def gather_shards(plan: Plan, pieces: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Gathers the shards of all regions, group by group.
 
     Args:
-        state: parameters whole, of the optimizer state this device's shard.
-        reduced: this device's shard of every region, `backward.reduce_gradients`.
         plan: how the shards lie.
-        optimizer: for a learning rate of one.
-        learning_rate: float32, shape ().
+        pieces: this device's shard of every region.
 
     Returns:
-        The new parameters, BatchNorm statistics and optimizer state; the results of the batch; and whether all sums
-        are finite. A device whose shard of them is not gives parameters that are not numbers, and all devices see
-        those: they agree without another collective.
+        Every region's tensor, whole, by name; and whether all of them are finite, the same on all devices.
     """
-    trained = select_leaves(state.params, plan.trained)
-    leaves, index, shards = name_leaves(trained), collectives.device_index(), plan.shards
-
-    def own(region: Region) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(spread_shards(region, leaves[region.name], shards), index, keepdims=False)
-
-    params = restore_leaves({region.name: own(region) for region in plan.regions if region.name in leaves}, trained)
-    gradients = unscale(restore_leaves(reduced, trained), state.loss_scale)
-    params, opt_state = apply_optimizer(optimizer, gradients, state.opt_state, params, learning_rate)
-    finite = all_finite(reduced.values())
-    params = jax.tree.map(lambda leaf: jnp.where(finite, leaf, jnp.nan), params)
-    pieces = reduced | name_leaves(params)
     whole: dict[str, jax.Array] = {}
     gathered: list[jax.Array] = []
     for group in plan.groups:
         with jax.named_scope(f"all_reduce_{group.name}"):  # the second half of it
-            gathered.append(collectives.all_gather(flatten_shard(group, pieces), gathered[-1] if gathered else None))
-        whole |= unflatten(group, gathered[-1])
-    params = restore_leaves(name_leaves(state.params) | whole, state.params)
-    batch_stats = restore_leaves(whole, state.batch_stats)
-    return (params, batch_stats, opt_state), whole["results"], all_finite(gathered)
+            gathered.append(collectives.all_gather(pack_shard(group, pieces), gathered[-1] if gathered else None))
+        whole |= unpack(group, gathered[-1])
+    return whole, all_finite(gathered)
+
+
+def make_sharded_update(spec: StepSpec) -> Update:
+    """Returns the update of one device that owns a shard of everything; see `update.make_update` for a whole one.
+
+    The sums arrive as shards, the optimizer updates this device's shard of each parameter, and the new parameters and
+    statistics are gathered, group by group. A device whose shard of the sums is not finite gives parameters that are
+    not numbers. All devices see those, and so they agree without another collective.
+    """
+    how = spec.gradients
+    backward = choose_backward(how)
+
+    def update(
+        state: TrainState, block: Batch, learning_rates: jax.Array, votes: jax.Array
+    ) -> tuple[TrainState, jax.Array]:
+        inputs = start_step(spec, state, votes)
+        learning_rate = learning_rates[state.step - state.skipped]
+        prepare = lambda micro: spec.augment(micro, state.step // spec.steps_per_epoch)  # noqa: E731
+        sums: dict[str, jax.Array] = {}
+        last = None
+        for group, buffer in backward(how, inputs, block, prepare):
+            with jax.named_scope(f"all_reduce_{group.name}"):
+                sums[group.name] = last = how.launch(buffer, last)
+        shards = unpack_means(how, check_finite(sums)[0])
+        trained = select_leaves(state.params, how.plan.trained)
+        gradients = unscale(restore_leaves(shards, trained), state.loss_scale)
+        own = _own_shards(how.plan, trained)
+        changed, opt_state = apply_optimizer(spec.optimizer, gradients, state.opt_state, own, learning_rate)
+        finite = all_finite(shards.values())
+        changed = jax.tree.map(lambda leaf: jnp.where(finite, leaf, jnp.nan), changed)
+        whole, finite = gather_shards(how.plan, shards | name_leaves(changed))
+        params = restore_leaves(name_leaves(state.params) | whole, state.params)
+        batch_stats = restore_leaves(whole, state.batch_stats)
+        new = select_state(state, finite, (params, batch_stats, opt_state), spec.ema_decay)
+        return new, jnp.append(whole["results"], jnp.where(finite, 0.0, 1.0))
+
+    return update
 
 
 def _first_half(leaf: Any) -> np.ndarray:
@@ -128,9 +165,12 @@ def _check_mirrors(optimizer: optax.GradientTransformation, opt_state: Any, para
     """Refuses state that is neither a scalar nor like the parameters: a factored moment, for instance."""
     try:
         mirrored = optax.tree_utils.tree_map_params(
-            optimizer, lambda leaf, param: leaf.shape == param.shape, opt_state, params_shape,
+            optimizer,
+            lambda leaf, param: leaf.shape == param.shape,
+            opt_state,
+            params_shape,
             transform_non_params=lambda leaf: leaf.ndim == 0,
-        )  # fmt: skip
+        )
     except ValueError as error:
         raise ValueError(_REFUSED.format("keeps state for some parameters only")) from error
     if not all(jax.tree.leaves(mirrored)):
