@@ -5,7 +5,6 @@ device, as DistributedDataParallel does, `sync` normalises with the global batch
 the digits preset on eight devices; collectives of the compiled step; step time measured here.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,16 +16,16 @@ from jax.stages import Compiled
 from machines import without_augmentation
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report import announce, hardware, main, progress, write_rows
+from report import Common, Row, announce, hardware, main, progress, require_positive, save_panels, write_rows
+from steps import WARMUP_STEPS, train_run
 
 from trjax.config.presets import preset_config
 from trjax.config.run import Config
-from trjax.data.batches import count_batches, eval_batches, train_batches
+from trjax.data.batches import count_batches, eval_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh, start_platform
 from trjax.step.compile import compile_program
 from trjax.step.evaluation import init_totals
-from trjax.step.optim import make_learning_rates
 from trjax.step.program import Program, make_program
 from trjax.step.state import TrainState
 from trjax.xla.hlo import parse_module
@@ -35,22 +34,20 @@ from trjax.xla.operations import list_operations
 MODES: tuple[Literal["local", "sync", "rank0"], ...] = ("local", "sync", "rank0")
 COLORS = dict(zip(MODES, ("#1f77b4", "#ff7f0e", "#2ca02c"), strict=True))
 DEVICES = 8
-WARMUP_STEPS = 3  # left out of the times: the first calls fill caches and pools
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """Train the digits preset with each BatchNorm mode at small local batches; compare accuracy and cost."""
 
     global_batches: tuple[int, ...] = (32, 96)
-    """Examples of a step over eight devices."""
+    """Examples of a step, over eight devices: one or more sizes."""
     epochs: int = 10
+    """Epochs of each run."""
     seeds: int = 3
-    """Runs of each kind, with other parameters and another order of the data."""
+    """Runs of each mode, each with its own initial parameters and order of the data."""
     quick: bool = False
-    """One seed, two epochs without augmentation, the first batch only."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Train one seed for two epochs without augmentation, with the first batch size only."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +65,10 @@ def run(config: Config, program: Program, seed: int, initial: TrainState) -> Out
     """Trains from a seed's state in a seed's order, and tests; the program's own seed varies nothing here."""
     train_source, test_source = load(config.data)
     steps_per_epoch = count_batches(len(train_source), config.global_batch)
-    rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    state = jax.device_put(initial, program.layouts.formats)
-    seconds, losses, votes = [], [], program.votes(False)
-    for batch in train_batches(train_source, config.global_batch, seed, 0, len(rates)):
-        placed = jax.block_until_ready(program.place_train(batch))
-        start = time.perf_counter()
-        state, results = program.train_step(state, placed, rates, votes)
-        jax.block_until_ready(results)
-        seconds.append(time.perf_counter() - start)
-        losses.append(float(results[0] / results[3]))
+    state, seconds, losses = initial, [], []
+    for state, taken, mean_loss in train_run(config, program, initial, seed):  # noqa: B007
+        seconds.append(taken)
+        losses.append(mean_loss)
     totals = init_totals(program.mesh)
     for batch in eval_batches(test_source, config.global_batch):
         totals = program.accumulate(totals, state.params, state.batch_stats, program.place(batch))
@@ -109,7 +100,7 @@ def tabulate(config: Config, program: Program, outcomes: Sequence[Outcome], loca
     }
 
 
-def compare_modes(config: Config, seeds: int) -> list[dict[str, Any]]:
+def compare_modes(config: Config, seeds: int) -> list[Row]:
     """Returns a row for each mode; the modes take turns, so that the machine's noise hits all alike."""
     configs = [replace(config, bn=mode) for mode in MODES]
     programs = []
@@ -122,13 +113,13 @@ def compare_modes(config: Config, seeds: int) -> list[dict[str, Any]]:
         for one, program, own in zip(configs, programs, outcomes, strict=True):
             own.append(run(one, program, seed, initial))
             progress(f"  seed {seed}, bn={one.bn}: top-1 {own[-1].test_top1:.2%}")
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for one, program, own in zip(configs, programs, outcomes, strict=True):
         rows.append(tabulate(one, program, own, rows[0]["step ms"] if rows else 0.0))
     return rows
 
 
-def _draw_bars(axes: Axes, rows: Sequence[dict[str, Any]], column: str, label: str, spread: bool = False) -> None:
+def _draw_bars(axes: Axes, rows: Sequence[Row], column: str, label: str, spread: bool = False) -> None:
     batches = list(dict.fromkeys(row["global batch"] for row in rows))
     for row in rows:
         place = batches.index(row["global batch"]) + 0.27 * (MODES.index(row["bn"]) - 1)
@@ -144,7 +135,7 @@ def _draw_bars(axes: Axes, rows: Sequence[dict[str, Any]], column: str, label: s
     axes.margins(y=0.12)
 
 
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draws accuracy, test loss, collectives and step time of the modes, a group of bars for each batch."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     top1, loss, calls, step = figure.subplots(2, 2).flat
@@ -154,17 +145,14 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     _draw_bars(calls, rows, "collectives", "collectives of a step")
     _draw_bars(step, rows, "step ms", "median step time here (ms)")
     handles = [top1.patches[MODES.index(mode)] for mode in MODES]
-    figure.legend(handles, [f"bn={mode}" for mode in MODES], loc="outside lower center", ncols=len(MODES))
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    save_panels(path, figure, title, {f"bn={mode}": bar for mode, bar in zip(MODES, handles, strict=True)})
 
 
 def sweep(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
-    if min(options.epochs, options.seeds) < 1 or not options.global_batches:
-        raise ValueError(
-            f"epochs={options.epochs}, seeds={options.seeds}: must be positive, with a global batch or more"
-        )
+    require_positive(epochs=options.epochs, seeds=options.seeds)
+    if not options.global_batches:
+        raise ValueError("global_batches: must have one or more")
     if options.quick:
         options = replace(options, epochs=2, seeds=1, global_batches=options.global_batches[:1])
     start_platform("auto", f"0-{DEVICES - 1}")

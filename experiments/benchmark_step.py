@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from report import announce, main, progress, save_axes, write_rows
+from report import Common, Row, announce, main, progress, require_positive, save_axes, write_rows
 
 from trjax.launch import free_port
 
@@ -62,23 +62,21 @@ QUICK = {"ResNet-8": Model("resnet8", 16, "cifar", 16, 10, 32)}
 
 
 @dataclass(frozen=True)
-class Options:
-    """Measure a step of ours beside ordinary ones and PyTorch's, on one device and on two."""
+class Options(Common):
+    """Measure trjax's step, two ordinary JAX steps and PyTorch's, on one device and on two."""
 
     models: tuple[str, ...] = tuple(MODELS)
-    """Which of them."""
+    """Models to train."""
     repeats: int = 9
-    """Turns of each way, behind one that warms up."""
+    """Measured turns of each way, after one turn to warm up."""
     seconds: float = 1.5
-    """Of a turn, about."""
+    """Approximate length of a turn, in seconds."""
     peer: str = sys.executable
-    """A Python with PyTorch in it; without that its rows are left out."""
+    """A Python that can import PyTorch; if it cannot, the table has no rows for PyTorch."""
     ordinary: bool = True
-    """The ordinary steps too."""
+    """Also measure the ordinary JAX steps."""
     quick: bool = False
-    """Three short turns of a ResNet-8 alone, on two devices."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Measure three short turns of a ResNet-8 only, on two devices."""
 
 
 class Way:
@@ -91,11 +89,11 @@ class Way:
             commands: of each process.
             variables: of its environment.
         """
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                             text=True, env=os.environ | own)
+            subprocess.Popen(command, text=True, env=os.environ | own, **pipes)
             for command, own in zip(commands, variables, strict=True)
-        ]  # fmt: skip
+        ]
 
     def answers(self) -> list[str]:
         """Returns a line of each process; "" if it has ended."""
@@ -124,15 +122,12 @@ class Way:
 
 def start_ours(way: str, model: Model, devices: int) -> Way:
     """Returns a process with a step in JAX."""
-    values = {
-        "data.source": "synthetic", "data.num-classes": model.num_classes, "data.train-examples": model.batch * 8,
-        "data.test-examples": model.batch, "model.arch": model.arch, "model.width": model.width,
-        "model.stem": model.stem, "global-batch": model.batch, "platform": "cpu", "devices": f"0-{devices - 1}",
-        "epochs": 10_000, "optim.warmup-epochs": 0,
-    }  # fmt: skip
-    options = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    options += ["--data.image-shape", str(model.size), str(model.size), "3"]
-    return Way([[sys.executable, str(HERE / "serve_step.py"), way, *options]], [{}])
+    options = f"--platform cpu --devices 0-{devices - 1} --epochs 10000 --optim.warmup-epochs 0"
+    options += f" --global-batch {model.batch} --model.arch {model.arch} --model.width {model.width}"
+    options += f" --model.stem {model.stem} --data.source synthetic --data.num-classes {model.num_classes}"
+    options += f" --data.train-examples {model.batch * 8} --data.test-examples {model.batch}"
+    options += f" --data.image-shape {model.size} {model.size} 3"
+    return Way([[sys.executable, str(HERE / "serve_step.py"), "--way", way, *options.split()]], [{}])
 
 
 def start_ddp(python: str, model: Model, devices: int) -> Way:
@@ -178,11 +173,11 @@ def measure(options: Options, model: Model, devices: int) -> dict[str, np.ndarra
     return dict(zip(ways, np.array(turns[1:]).T, strict=True))
 
 
-def make_rows(name: str, model: Model, devices: int, rates: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+def make_rows(name: str, model: Model, devices: int, rates: dict[str, np.ndarray]) -> list[Row]:
     """Returns a row for every way: the median and the range of its rate, and of ours over it in the same turn."""
     rows = []
     for way, found in rates.items():
-        row: dict[str, Any] = {"model": name, "batch": model.batch, "devices": devices, "way": way}
+        row: Row = {"model": name, "batch": model.batch, "devices": devices, "way": way}
         row |= {
             key: float(f"{pick(found):.4g}")
             for key, pick in (("images/s", np.median), ("least", np.min), ("most", np.max))
@@ -198,7 +193,7 @@ def make_rows(name: str, model: Model, devices: int, rates: dict[str, np.ndarray
     return rows
 
 
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draws the rate of ours over each other way's, with its range."""
     shown = [row for row in rows if row["way"] != OURS]
     ways = list(dict.fromkeys(row["way"] for row in shown))
@@ -216,10 +211,8 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
         spread = [values[0] - values[1], values[2] - values[0]]
         axes.barh(places, values[0], height, xerr=spread, color=colors[way], label=way, error_kw={"linewidth": 1})
         for place, value, most in zip(places, values[0], values[2], strict=True):
-            axes.annotate(
-                f"{value:.2f}", (most, place), (4, 0), textcoords="offset points", va="center", fontsize="small",
-                bbox={"color": "white", "pad": 0.5},
-            )  # fmt: skip
+            note = axes.annotate(f"{value:.2f}", (most, place), (4, 0), textcoords="offset points", va="center")
+            note.set(fontsize="small", bbox={"color": "white", "pad": 0.5})
     axes.axvline(REQUIRED, color="#d62728", linewidth=1.5, label="as fast")
     axes.set_yticks(
         range(len(cases)), [f"{name}\n{devices} device{'s' if devices > 1 else ''}" for name, devices in cases]
@@ -233,15 +226,14 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def run(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
-    if options.repeats < 1 or options.seconds <= 0:
-        raise ValueError(f"repeats={options.repeats}, seconds={options.seconds}: must be positive")
+    require_positive(repeats=options.repeats, seconds=options.seconds)
     if unknown := set(options.models) - set(MODELS):
         raise ValueError(f"models={' '.join(sorted(unknown))}: unknown; known: {', '.join(MODELS)}")
     if options.quick:
         options = replace(options, repeats=3, seconds=0.3)
     models = QUICK if options.quick else {name: MODELS[name] for name in options.models}
     announce(f"{os.cpu_count()} CPU cores, load {os.getloadavg()[0]:.1f}", options.out)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name, model in models.items():
         for devices in (2,) if options.quick else (1, 2):
             progress(f"{name}, {devices} device{'s' if devices > 1 else ''}:")

@@ -1,27 +1,24 @@
 """Do the predictions hold on the devices attached here: speed, memory, kernels and gaps, AllReduces, CUDA graphs?"""
 
-import csv
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import jax
 import numpy as np
-import tyro
 from jax.profiler import ProfileData, ProfileOptions
 from jax.sharding import Mesh
 from matplotlib.figure import Figure
-from serve_step import place_inputs
+from report import Common, Row, announce, main, print_rows, require_positive, save_axes, save_rows
+from steps import place_inputs
 
 from trjax.audit.report import Report
 from trjax.config.presets import preset_config
@@ -35,28 +32,25 @@ from trjax.step.expected import expect
 from trjax.step.options import probe_options
 from trjax.step.program import Program, make_program
 from trjax.step.rules import analyze_step, group_of
-from trjax.text import format_table
 from trjax.xla.compiled import Compiled, compile_lowered
 
 WARMUP_STEPS = 5  # left out of the times: the first calls fill pools, and make the CUDA graphs
 QUICK_STEPS, PROFILED_STEPS = 10, 5
 TORCH_SECONDS = 90  # PyTorch may take to compile and run: the script is to end within four minutes
-HEADER = ["what", "predicted", "measured", "ratio"]
-Row = tuple[str, float | None, float | None, float | None]
 Figures = dict[str, float | None]  # None: not known
 Found = tuple[Figures, list[float], list[list[str]]]  # figures, gaps in us, what each device reduced, in order
 
 
 @dataclass(frozen=True)
-class Options:
-    """Check what is predicted of a step against the devices here: ResNet-50 in bfloat16, at 224x224."""
+class Options(Common):
+    """Compare the predictions for a step with the devices here: ResNet-50 in bfloat16, at 224x224."""
 
     quick: bool = False
-    """ResNet-18 at 32x32, 8 images a device, 10 steps: shows that everything works, on CPU devices too."""
+    """Run 10 steps of ResNet-18 at 32x32 with 8 images a device, which also works on CPU devices."""
     steps: int = 50
+    """Timed steps."""
     images_per_device: int = 256
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Images of a step on each device."""
 
 
 def summarise(trace: Trace, num_steps: int) -> Found:
@@ -84,13 +78,12 @@ def summarise(trace: Trace, num_steps: int) -> Found:
 
 def make_config(options: Options, num_devices: int) -> Config:
     """Returns the run: the preset's model, optimizer and precision, on noise."""
-    if min(options.steps, options.images_per_device) < 1:
-        raise ValueError(f"steps={options.steps}, images_per_device={options.images_per_device}: must be positive")
+    require_positive(steps=options.steps, images_per_device=options.images_per_device)
     preset = preset_config("imagenet-resnet50")
     size, classes, local_batch = (32, 10, 8) if options.quick else (224, 1000, options.images_per_device)
     examples = local_batch * num_devices
-    data = replace(preset.data, source="synthetic", image_shape=(size, size, 3), num_classes=classes,
-                   train_examples=examples, test_examples=1)  # fmt: skip
+    data = replace(preset.data, source="synthetic", image_shape=(size, size, 3), num_classes=classes)
+    data = replace(data, train_examples=examples, test_examples=1)
     model = ModelConfig(arch="resnet18") if options.quick else preset.model
     return replace(preset, global_batch=examples, data=data, model=model)
 
@@ -138,7 +131,7 @@ def predict(found: Report, compiled: Compiled) -> Figures:
 
 def warm_up(program: Program, config: Config, step: Any) -> tuple[Any, tuple[Any, ...], float]:
     """Returns the state after the first steps, what else a step takes, and the loss."""
-    inputs = *jax.block_until_ready(place_inputs(config, program)), program.votes(False)
+    inputs = jax.block_until_ready(place_inputs(config, program))
     state, _, loss = run_steps(step, program.init(), inputs, WARMUP_STEPS)
     return state, inputs, loss
 
@@ -187,8 +180,13 @@ def measure_torch(config: Config, local_batch: int, num_steps: int) -> float | N
 
 
 def make_row(what: str, predicted: float | None, measured: float | None) -> Row:
-    """Returns a row of `HEADER`; without a ratio where a number is not known or 0 was predicted."""
-    return what, predicted, measured, measured / predicted if predicted and measured is not None else None
+    """Returns a row; without a ratio if a number is not known or the prediction is 0."""
+    ratio = measured / predicted if predicted and measured is not None else None
+    return {"what": what, "predicted": predicted, "measured": measured, "ratio": ratio}
+
+
+def _format_row(row: Row) -> Row:
+    return {name: "-" if cell is None else cell if name == "what" else f"{cell:,.5g}" for name, cell in row.items()}
 
 
 def compare(config: Config, mesh: Mesh, num_steps: int, ours: float) -> list[Row]:
@@ -211,9 +209,9 @@ def draw(path: Path, title: str, gaps_us: Sequence[float]) -> None:
     axes = figure.subplots()
     axes.hist(gaps_us, np.geomspace(0.1, max([1.0, *gaps_us]), 60).tolist())
     axes.axvline(LAUNCH_SECONDS * 1e6, color="black", linestyle=":")
-    axes.set(title=title, xscale="log", yscale="log", ylabel=f"gaps in {PROFILED_STEPS} steps")
+    axes.set(xscale="log", yscale="log", ylabel=f"gaps in {PROFILED_STEPS} steps")
     axes.set_xlabel("gap between kernels (us), dotted: predicted for each")
-    figure.savefig(path, dpi=150)
+    save_axes(path, figure, axes, title)
 
 
 def check(options: Options) -> None:
@@ -224,11 +222,10 @@ def check(options: Options) -> None:
     device, config = mesh.devices.flat[0], make_config(options, mesh.size)
     if device.platform == "cpu" and not options.quick:
         raise ValueError("no GPU here, and a full run takes hours on the CPU: pass --quick")
-    options.out.mkdir(parents=True, exist_ok=True)
     num_steps, local_batch = QUICK_STEPS if options.quick else options.steps, config.global_batch // mesh.size
     machine, dropped = machine_of(mesh, config.link_gbytes), probe_options(mesh).dropped
     title = f"{config.model.arch}, {mesh.size} x {device.device_kind}, {local_batch} images each"
-    print(f"$ {shlex.join(['python', *sys.argv])}\njax {version('jax')}, {title}, predicted for {machine.target.name}")
+    announce(f"{title}, predicted for {machine.target.name}", options.out)
     program, start = make_program(config, mesh), time.perf_counter()
     compiled = compile_lowered(lower_step(program))  # once: what is audited is what runs
     step = compiled.executable
@@ -240,22 +237,15 @@ def check(options: Options) -> None:
     planned, predicted = [collective.group for collective in found.collectives], predict(found, compiled)
     kept = all(order in (planned * PROFILED_STEPS, [UNNAMED] * len(planned) * PROFILED_STEPS) for order in orders)
     rows = [make_row(what, predicted.get(what), value) for what, value in measured.items()]
-    cells = [[what, *("-" if number is None else f"{number:,.5g}" for number in row)] for what, *row in rows]
-    print(f"{format_report(found)}\n\n{format_table(HEADER, cells)}\n")
+    print(f"{format_report(found)}\n")
+    print_rows([_format_row(row) for row in rows])
     reduced = ", ".join(orders[0][: len(planned)]) or "none"
-    print(f"AllReduces of a step: {reduced}; on all devices and steps {'as' if kept else 'NOT as'} planned")
+    print(f"\nAllReduces of a step: {reduced}; on all devices and steps {'as' if kept else 'NOT as'} planned")
     print(f"CUDA graphs: {'in use' if measured['CUDA graph launches'] else 'not seen'}", flush=True)
     draw(options.out / "check_gpu.png", title, gaps_us)
     rows += compare(config, mesh, num_steps, measured["images/s"] or 0.0)
-    with (options.out / "check_gpu.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([HEADER, *rows])
+    save_rows(options.out / "check_gpu.csv", rows)
 
 
 if __name__ == "__main__":
-    try:
-        check(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,)))
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    main(check, Options)

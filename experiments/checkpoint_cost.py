@@ -16,12 +16,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from matplotlib.figure import Figure
-from report import announce, hardware, main, progress, save_axes, write_rows
+from report import Common, Row, announce, hardware, main, progress, require_positive, save_axes, write_rows
 
 from trjax.config.presets import preset_config
 from trjax.config.run import Config
 from trjax.data.batches import train_batches
-from trjax.data.sources import Source, load
+from trjax.data.sources import load
 from trjax.mesh import make_mesh, start_platform
 from trjax.run.checkpoints import About, Checkpoints
 from trjax.step.compile import compile_program
@@ -32,69 +32,62 @@ WAYS: tuple[Way, ...] = ("none", "beside", "waiting")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Train with checkpoints written beside the training, with waiting for them, and without any."""
+class Options(Common):
+    """Train with checkpoints written during the training, with waiting for each checkpoint, and without any."""
 
     repeats: int = 5
-    """Turns of each way."""
+    """Measured turns of each way, after one turn to warm up."""
     epochs_per_save: int = 1
     """Epochs of the digits between two checkpoints."""
     quick: bool = False
-    """Two turns of a narrower model."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Measure two turns of a narrower model."""
 
 
-def train(
-    config: Config, program: Program, source: Source, state: Any, way: Way, every: int, folder: Path
-) -> tuple[Any, float, float]:
-    """Returns the state behind three intervals of steps, the seconds that they took, and those inside of `save`."""
-    checkpoints = Checkpoints(folder, print)
+def train(config: Config, program: Program, state: Any, way: Way, every: int) -> tuple[Any, float, float]:
+    """Returns the state after three intervals of steps, the seconds that they took, and those inside of `save`."""
+    source, _ = load(config.data)
     rates, votes = np.full(program.num_steps, 0.01, np.float32), program.votes(False)
-    saving, start = 0.0, time.perf_counter()
-    for step, batch in enumerate(train_batches(source, config.global_batch, 0, 0, 3 * every), start=1):
-        state, outcome = program.train_step(state, program.place_train(batch), rates, votes)
-        jax.block_until_ready(outcome)
-        if way != "none" and step % every == 0:
-            began = time.perf_counter()
-            checkpoints.save(state, About(step, {}, asdict(config), None))
-            if way == "waiting":
-                checkpoints.wait()
-            saving += time.perf_counter() - began
-    checkpoints.wait()
-    seconds = time.perf_counter() - start
-    return state, seconds, saving
+    with TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder), print)
+        saving, start = 0.0, time.perf_counter()
+        for step, batch in enumerate(train_batches(source, config.global_batch, 0, 0, 3 * every), start=1):
+            state, outcome = program.train_step(state, program.place_train(batch), rates, votes)
+            jax.block_until_ready(outcome)
+            if way != "none" and step % every == 0:
+                began = time.perf_counter()
+                checkpoints.save(state, About(step, {}, asdict(config), None))
+                if way == "waiting":
+                    checkpoints.wait()
+                saving += time.perf_counter() - began
+        checkpoints.wait()
+        return state, time.perf_counter() - start, saving
 
 
-def measure(config: Config, every: int, repeats: int) -> list[dict[str, Any]]:
+def measure(config: Config, every: int, repeats: int) -> list[Row]:
     """Returns a row for each way; they take turns, and the median of the turns is told."""
     program = compile_program(make_program(config, make_mesh("0")))
-    state, (source, _) = program.init(), load(config.data)
+    state = program.init()
     state_mb = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e6
     times = {way: list[tuple[float, float]]() for way in WAYS}
     for turn in range(repeats + 1):
         for way in WAYS:
-            with TemporaryDirectory() as folder:
-                state, *found = train(config, program, source, state, way, every, Path(folder))
+            state, *found = train(config, program, state, way, every)
             if turn:  # the first warms up
                 times[way].append((found[0], found[1]))
         progress(f"turn {turn} of {repeats}")
     plain = float(np.median([total for total, _ in times["none"]]))
-    rows = []
+    rows: list[Row] = []
     for way in WAYS:
         total, saving = np.median(times[way], axis=0)
         ratios = [own / other for (own, _), (other, _) in zip(times[way], times["none"], strict=True)]
-        rows.append({
-            "model": f"{config.model.arch}, width {config.model.width or 16}", "state MB": round(state_mb, 2),
-            "steps a save": every, "saving": way, "step ms": round(1e3 * total / (3 * every), 2),
-            "in save, ms each": round(1e3 * saving / 3, 2),
-            "in save, % of a step": round(100 * saving / plain, 2),
-            "cost %": round(100 * (float(np.median(ratios)) - 1), 2),
-        })  # fmt: skip
+        row: Row = {"model": f"{config.model.arch}, width {config.model.width or 16}", "state MB": round(state_mb, 2)}
+        row |= {"steps a save": every, "saving": way, "step ms": round(1e3 * total / (3 * every), 2)}
+        row |= {"in save, ms each": round(1e3 * saving / 3, 2), "in save, % of a step": round(100 * saving / plain, 2)}
+        rows.append(row | {"cost %": round(100 * (float(np.median(ratios)) - 1), 2)})
     return rows
 
 
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draws what each way costs: in all, and inside of the training's own thread."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
@@ -114,8 +107,7 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def run(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
-    if options.repeats < 1 or options.epochs_per_save < 1:
-        raise ValueError(f"repeats={options.repeats}, epochs_per_save={options.epochs_per_save}: must be positive")
+    require_positive(repeats=options.repeats, epochs_per_save=options.epochs_per_save)
     start_platform("cpu", "0")
     config, repeats = preset_config("digits"), options.repeats
     if options.quick:

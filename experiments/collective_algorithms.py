@@ -4,22 +4,23 @@ Bytes and steps are counted in the compiled programs. Times are measured on the 
 world size, and predicted for machines with GPUs, with the sizes at which another algorithm becomes the fastest.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from machines import h100s
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report import announce, hardware, main, progress, write_rows
+from report import Common, Row, announce, hardware, main, progress, require_positive, save_panels, write_rows
+from steps import time_calls
 from study_collectives import count_traffic, make_sum, parameter_server, tree
 
 from trjax.cost.collectives import CALL_SECONDS, predict_algorithms, predict_all_reduce
-from trjax.cost.machines import Machine, Topology, make_machine, parse_topology
-from trjax.cost.targets import find_target
+from trjax.cost.machines import Machine, Topology
 from trjax.explain.cost import find_crossovers, format_bytes
 from trjax.mesh import SPLIT, make_mesh, placement, start_platform
 from trjax.step import collectives
@@ -39,15 +40,13 @@ DRAWN_SIZES = np.logspace(3, 10, 141)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """Count, time and predict five ways to sum over the devices."""
 
     quick: bool = False
-    """Two message sizes, up to four devices."""
+    """Use two message sizes, and at most four devices."""
     repeats: int = 15
-    """Sums of each kind that are timed."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Timed sums of each kind."""
 
 
 def predict(algorithm: str, size_bytes: float, machine: Machine) -> float:
@@ -68,35 +67,27 @@ def crossovers(machine: Machine) -> list[tuple[float, str]]:
     return find_crossovers(lines)
 
 
-def measure(num_devices: int, size_bytes: int, repeats: int) -> list[dict[str, Any]]:
+def measure(num_devices: int, size_bytes: int, repeats: int) -> list[Row]:
     """Returns a row for each algorithm: what its program sends, its median time here, the one predicted for GPUs."""
     topology = Topology(2, num_devices // 2) if num_devices > 2 else Topology(1, num_devices)
     mesh = make_mesh(f"0-{num_devices - 1}", topology.hosts)
-    gpus = make_machine(find_target("h100"), topology)
+    gpus = h100s(f"{topology.hosts}x{topology.gpus_per_host}")
     random = np.random.default_rng(0)
     buffers = random.normal(size=num_devices * size_bytes // 4).astype(np.float32)
     placed = jax.device_put(buffers, placement(mesh, SPLIT))
     sums = {name: make_sum(launch, mesh).lower(placed).compile() for name, (launch, _) in ALGORITHMS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in sums}
-    for _ in range(repeats + 1):  # in turn, so that the machine's noise hits all alike
-        for name, run in sums.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run(placed))
-            seconds[name].append(time.perf_counter() - start)
-    rows = []
+    seconds = time_calls({name: partial(run, placed) for name, run in sums.items()}, repeats)
+    rows: list[Row] = []
     for name, run in sums.items():
         traffic = count_traffic(run.as_text(), num_devices, topology.gpus_per_host)
-        rows.append({
-            "N": num_devices, "hosts": topology.hosts, "bytes": size_bytes, "algorithm": name,
-            "sent": round(traffic.bytes_per_rank), "across hosts": round(traffic.across.max()),
-            "steps": traffic.steps, "calls": traffic.calls,
-            "measured ms": float(f"{np.median(seconds[name][1:]) * 1e3:.3g}"),  # the first one fills pools
-            "predicted H100 us": float(f"{predict(name, size_bytes, gpus) * 1e6:.4g}"),
-        })  # fmt: skip
+        row = {"N": num_devices, "hosts": topology.hosts, "bytes": size_bytes, "algorithm": name}
+        row |= {"sent": round(traffic.bytes_per_rank), "across hosts": round(traffic.across.max())}
+        row |= {"steps": traffic.steps, "calls": traffic.calls, "measured ms": float(f"{seconds[name] * 1e3:.3g}")}
+        rows.append(row | {"predicted H100 us": float(f"{predict(name, size_bytes, gpus) * 1e6:.4g}")})
     return rows
 
 
-def _draw_measured(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_measured(axes: Axes, rows: Sequence[Row]) -> None:
     for name, color in COLORS.items():
         own = [row for row in rows if row["algorithm"] == name]
         axes.loglog([row["bytes"] for row in own], [row["measured ms"] for row in own], "o-", color=color, ms=4)
@@ -111,13 +102,13 @@ def _draw_predicted(axes: Axes, where: str, machine: Machine) -> None:
     for index, (size, name) in enumerate(crossovers(machine)):
         if DRAWN_SIZES[0] < size < DRAWN_SIZES[-1]:
             axes.axvline(size, color="gray", linewidth=0.8)
-            axes.text(size, 1.06 - 0.1 * index, f" {name}\n from {format_bytes(size)}", va="top", fontsize=7,
-                      transform=axes.get_xaxis_transform())  # fmt: skip
+            text, height = f" {name}\n from {format_bytes(size)}", 1.06 - 0.1 * index
+            axes.text(size, height, text, va="top", fontsize=7, transform=axes.get_xaxis_transform())
     axes.set_xlim(DRAWN_SIZES[0], DRAWN_SIZES[-1])
     axes.set_title(f"predicted: {where} H100", fontsize="medium")
 
 
-def draw(path: Path, where: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, where: str, rows: Sequence[Row]) -> None:
     """Draws time over message size: measured here, a panel for each N, over predicted, a panel for each machine."""
     sizes = list(dict.fromkeys(row["N"] for row in rows))
     figure = Figure(figsize=(12, 7.5), layout="constrained")
@@ -128,21 +119,19 @@ def draw(path: Path, where: str, rows: Sequence[dict[str, Any]]) -> None:
     for axes, size in zip(measured, sizes, strict=True):
         _draw_measured(axes, [row for row in rows if row["N"] == size])
     for axes, topology in zip(predicted, MACHINES, strict=True):
-        _draw_predicted(axes, topology, make_machine(find_target("h100"), parse_topology(topology)))
+        _draw_predicted(axes, topology, h100s(topology))
     for panels in (measured, predicted):
         panels[0].set_ylabel("time of one sum (ms)")
         for axes in panels:
             axes.set_xlabel("bytes on each device")
             axes.grid(alpha=0.3)
-    figure.legend(handles=measured[0].lines, labels=list(COLORS), loc="outside lower center", ncols=len(COLORS))
-    figure.suptitle(f"Sums over the devices; measured on {where}", fontsize="medium")
-    figure.savefig(path, dpi=150)
+    legend = dict(zip(COLORS, measured[0].lines, strict=True))
+    save_panels(path, figure, f"Sums over the devices; measured on {where}", legend)
 
 
 def compare(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
-    if options.repeats < 1:
-        raise ValueError(f"repeats={options.repeats}: must be positive")
+    require_positive(repeats=options.repeats)
     start_platform("auto", "0-7")
     announce(hardware(), options.out)
     if jax.devices()[0].platform == "cpu":
@@ -153,7 +142,7 @@ def compare(options: Options) -> None:
     sizes = SIZES
     if options.quick:
         options, counts, sizes = replace(options, repeats=min(options.repeats, 5)), counts[:2], (SIZES[0], SIZES[3])
-    rows = []
+    rows: list[Row] = []
     for count in counts:
         for size_bytes in sizes:
             progress(f"N = {count}, {format_bytes(size_bytes)} ...")
@@ -162,7 +151,7 @@ def compare(options: Options) -> None:
         raise ValueError("one device has nothing to sum: use two or more")
     write_rows(options.out / "collective_algorithms.csv", rows)
     for topology in MACHINES:
-        found = crossovers(make_machine(find_target("h100"), parse_topology(topology)))
+        found = crossovers(h100s(topology))
         ranges = "; ".join(f"from {format_bytes(size)} {name}" for size, name in found)
         print(f"predicted fastest on {topology} H100: {ranges}")
     draw(options.out / "collective_algorithms.png", hardware(), rows)

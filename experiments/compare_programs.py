@@ -20,17 +20,15 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from machines import quick_config
+from machines import compile_program, h100s, mesh_of, reference_config
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from report import announce, main, progress, write_rows
+from report import Common, Row, announce, main, progress, save_panels, write_rows
 
 from trjax.audit.report import Report
-from trjax.config.presets import preset_config
 from trjax.config.run import Config
-from trjax.cost.machines import Machine, make_machine, parse_topology
-from trjax.cost.targets import find_target
+from trjax.cost.machines import Machine
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch
 from trjax.data.sources import describe
@@ -38,7 +36,6 @@ from trjax.keys import example_keys, stream_key
 from trjax.mesh import AXIS, REPLICATED, SPLIT, placement, start_platform
 from trjax.models.chain import Chain, apply_segment
 from trjax.step.collectives import vary
-from trjax.step.compile import lower_step
 from trjax.step.expected import expect
 from trjax.step.optim import make_optimizer
 from trjax.step.options import probe_options
@@ -46,9 +43,7 @@ from trjax.step.program import Program, make_chain, make_program, shape_run
 from trjax.step.rules import STATISTICS, analyze_step, group_of
 from trjax.step.scores import score
 from trjax.step.state import TrainState
-from trjax.xla.compiled import compile_lowered
 from trjax.xla.operations import Operation
-from trjax.xla.topology import compile_config, make_topology_mesh
 
 MACHINES = {"1x8 NVLink": ("1x8", 0.0), "4x8 50 GB/s": ("4x8", 50.0), "32x8 25 GB/s": ("32x8", 25.0)}
 """Topologies, and the GB/s that each GPU reaches to other hosts."""
@@ -61,13 +56,11 @@ GRADIENTS, MOMENTS, COMPUTE = "#d62728", "#fdae6b", "#c6c9cc"
 
 
 @dataclass(frozen=True)
-class Options:
-    """Compile ResNet-50's train step, written in several ways, for eight H100s and more; compare what came out."""
+class Options(Common):
+    """Compile ResNet-50's train step, written in several ways, for eight H100s and more; compare the programs."""
 
     quick: bool = False
-    """A wide ResNet-8 on CIFAR-10 without augmentation, on one host, where `auto` would be `two_group`."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Compile a wide ResNet-8 on CIFAR-10 without augmentation, on one host and without `auto`."""
 
 
 def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["pmean", "automatic"]) -> Any:
@@ -78,12 +71,9 @@ def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["
 
     def mean_loss(params: Any, batch_stats: Any, block: Batch, images: jax.Array, key: jax.Array) -> Any:
         x, next_stats = images, {}
-        for index, (segment, module) in enumerate(chain.items()):
-            x, next_stats[segment] = apply_segment(
-                module, params[segment], batch_stats[segment], x,
-                train=True, mask=block.mask,
-                keys=example_keys(jax.random.fold_in(key, index), block.indices),
-            )  # fmt: skip
+        for index, (name, module) in enumerate(chain.items()):
+            masked = {"mask": block.mask, "keys": example_keys(jax.random.fold_in(key, index), block.indices)}
+            x, next_stats[name] = apply_segment(module, params[name], batch_stats[name], x, train=True, **masked)
         loss, results = score(x, block.labels, block.mask)
         return loss / len(block.labels), (next_stats, results)
 
@@ -133,10 +123,7 @@ def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Report:
     program = make_program(config if ordinary else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
     if ordinary:
         program = use_ordinary_step(config, program, name)  # type: ignore[arg-type]
-    try:
-        compiled = compile_lowered(lower_step(program))
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
+    compiled = compile_program(program, name)
     if ordinary:
         return analyze_step(compiled, machine, config.global_batch)
     expected = expect(config, program.plan, machine.topology)
@@ -180,7 +167,7 @@ def tabulate(found: Report, synchronised: bool) -> dict[str, float]:
     }
 
 
-def _draw_machine(exposed: Axes, step: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_machine(exposed: Axes, step: Axes, rows: Sequence[Row]) -> None:
     places = [index + (row["bn"] == "sync") for index, row in enumerate(rows)]  # a gap between the modes
     gradients = np.array([row["gradients exposed ms"] for row in rows])
     all_exposed = np.array([row["exposed ms"] for row in rows])
@@ -201,7 +188,7 @@ def _draw_machine(exposed: Axes, step: Axes, rows: Sequence[dict[str, Any]]) -> 
             axes.text(centre, 1.02, f"bn={mode}", transform=axes.get_xaxis_transform(), ha="center", color="dimgray")
 
 
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draws exposed time and step time of every program, a column for each machine."""
     machines = list(dict.fromkeys(row["machine"] for row in rows))
     figure = Figure(figsize=(max(6.5, 4.2 * len(machines)), 7), layout="constrained")
@@ -211,25 +198,20 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
         axes[0, column].set_title(machine, pad=24)
     axes[0, 0].set_ylabel("exposed communication (ms)")
     axes[1, 0].set_ylabel("step time (ms)")
-    legend = [Patch(color=COMPUTE, label="kernels"), Patch(color=GRADIENTS, label="exposed: gradients"),
-              Patch(color=MOMENTS, label="exposed: BatchNorm's moments")]  # fmt: skip
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    colors = {"kernels": COMPUTE, "exposed: gradients": GRADIENTS, "exposed: BatchNorm's moments": MOMENTS}
+    save_panels(path, figure, title, {label: Patch(color=color) for label, color in colors.items()})
 
 
 def compare(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
     start_platform("cpu", "all")
-    config = quick_config() if options.quick else replace(preset_config("imagenet-resnet50"), global_batch=256)
+    config = reference_config(options.quick)
     machines = list(MACHINES.items())[: 1 if options.quick else None]
-    target = find_target("h100")
-    announce(f"compiled for {target.name.upper()}s that are not here", options.out)
-    rows: list[dict[str, Any]] = []
-    for (where, (hosts_by_gpus, link_gbytes)), bn in product(machines, PROGRAMS):
-        topology = parse_topology(hosts_by_gpus)
-        mesh = make_topology_mesh(compile_config(target), topology.hosts, topology.gpus_per_host)
-        machine = make_machine(target, topology, link_gbytes)
+    announce("compiled for H100s that are not here", options.out)
+    rows: list[Row] = []
+    for (where, (topology, link_gbytes)), bn in product(machines, PROGRAMS):
+        machine = h100s(topology, link_gbytes)
+        mesh = mesh_of(machine)
         own = replace(config, global_batch=config.global_batch * mesh.size, link_gbytes=link_gbytes, bn=bn)
         for name in PROGRAMS[bn][: 2 if options.quick else None]:
             progress(f"{where}, bn={bn}, {name}: compiling ...")
@@ -239,7 +221,7 @@ def compare(options: Options) -> None:
                     progress(f"  not as planned: {verdict.text}")
             rows.append({"machine": where, "bn": bn, "program": name} | tabulate(found, bn == "sync"))
     write_rows(options.out / "compare_programs.csv", rows)
-    what = f"{config.model.arch} on {target.name.upper()}s, {config.global_batch} images each"
+    what = f"{config.model.arch} on H100s, {config.global_batch} images each"
     draw(options.out / "compare_programs.png", f"{what}: predicted from what compiles", rows)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import simplejpeg
 from matplotlib.figure import Figure
-from report import announce, main, progress, save_axes, write_rows
+from report import Common, Row, announce, main, progress, require_positive, save_axes, write_rows
 
 from trjax.data.batches import epoch_order
 from trjax.data.folders import Files, _cache_path, _write_cache, find_files, index_folder
@@ -48,19 +48,17 @@ START_SECONDS = 2.0  # required of a second start
 
 
 @dataclass(frozen=True)
-class Options:
-    """Measure images/s from files and from packed ones, with one worker and two, and how long a start takes."""
+class Options(Common):
+    """Measure images/s from image files and from packed shards, with one worker and two, and the time to start."""
 
     repeats: int = 15
-    """Turns of each way, behind one that warms up."""
+    """Measured turns of each way, after one turn to warm up."""
     images: int = 128
-    """Pictures to make."""
+    """Images to make."""
     peer: str = sys.executable
-    """A Python with torchvision in it; without that its rows are left out."""
+    """A Python that can import torchvision; if it cannot, the table has no rows for torchvision."""
     quick: bool = False
-    """Five turns of 64 pictures."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Measure five turns of 64 images."""
 
 
 def serve() -> None:
@@ -194,7 +192,7 @@ def make_row(what: str, unit: str, values: Sequence[float] | np.ndarray) -> dict
     return row | (cores if unit == "images/core s" else dict.fromkeys(cores, "-"))
 
 
-def make_rows(times: dict[str, np.ndarray], starts: dict[str, list[float]]) -> list[dict[str, Any]]:
+def make_rows(times: dict[str, np.ndarray], starts: dict[str, list[float]]) -> list[Row]:
     """Returns the table: ratios are medians of the turns', and cores those that one H100 takes at so many images/s."""
     rows = []
     for name, found in times.items():
@@ -217,7 +215,7 @@ def make_rows(times: dict[str, np.ndarray], starts: dict[str, list[float]]) -> l
     return rows
 
 
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draws the images/s of every way, from the least to the most of its turns, and what is required of it."""
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots()
@@ -241,8 +239,7 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def run(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
-    if min(options.repeats, options.images) < 1:
-        raise ValueError(f"repeats={options.repeats}, images={options.images}: must be positive")
+    require_positive(repeats=options.repeats, images=options.images)
     if not shutil.which(options.peer):
         raise ValueError(f"peer={options.peer}: no such program; expected a Python")
     if options.quick:

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from matplotlib.figure import Figure
-from report import announce, hardware, main, progress, save_axes, write_rows
+from report import Common, Row, announce, hardware, main, progress, save_axes, write_rows
 
 from trjax.config.presets import preset_config
 from trjax.config.run import Config
@@ -29,30 +29,28 @@ SMOOTHING = 0.9
 
 
 @dataclass(frozen=True)
-class Options:
-    """Train with a rate that grows from step to step, and say which are worth trying."""
+class Options(Common):
+    """Train with a learning rate that grows from step to step, and report which rates are worth trying."""
 
     preset: str = "digits"
-    """Recipe to look at; its schedule is left out."""
+    """Preset to train; its schedule of learning rates is not used."""
     data_root: str = ""
-    """Folder of its data, for CIFAR."""
+    """Folder of the preset's data, if it needs one."""
     devices: str = "0"
-    """To run on."""
+    """Devices to train on, as for `python -m trjax.train`."""
     platform: Literal["cpu", "cuda"] = "cpu"
-    """Of the devices."""
+    """Platform of the devices."""
     first: float = 1e-4
-    """Rate of the first step."""
+    """Learning rate of the first step."""
     last: float = 10.0
-    """Rate of the last step."""
+    """Learning rate of the last step."""
     steps: int = 300
-    """How many."""
+    """Steps to train, one for each rate."""
     quick: bool = False
-    """Half of them, of a narrower model."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Train half of the steps, with a narrower model."""
 
 
-def measure(config: Config, rates: np.ndarray) -> list[dict[str, Any]]:
+def measure(config: Config, rates: np.ndarray) -> list[Row]:
     """Trains a step with each rate, until the loss runs away, and returns a row for each."""
     per_epoch = count_batches(describe(config.data).train_examples, config.global_batch, config.last_batch)
     config = replace(config, epochs=max(config.epochs, -(-len(rates) // per_epoch)))  # a rate for each step
@@ -60,7 +58,7 @@ def measure(config: Config, rates: np.ndarray) -> list[dict[str, Any]]:
     state, (source, _) = program.init(), load(config.data)
     votes, mean, least = program.votes(False), 0.0, math.inf
     schedule = np.resize(rates, program.num_steps).astype(np.float32)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for step, batch in enumerate(train_batches(source, config.global_batch, config.seed, 0, len(rates))):
         state, outcome = program.train_step(state, program.place_train(batch), schedule, votes)
         scores = np.asarray(outcome, np.float64)[:NUM_SCORES]
@@ -76,14 +74,14 @@ def measure(config: Config, rates: np.ndarray) -> list[dict[str, Any]]:
     return rows
 
 
-def suggest(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
+def suggest(rows: Sequence[Row]) -> tuple[float, float]:
     """Returns the rate at which the mean loss falls fastest, over the logarithm of the rate, and that of the least."""
     means = np.array([row["mean"] for row in rows])
     steepest = int(np.argmin(np.gradient(means))) if len(rows) > 1 else 0
     return rows[steepest]["rate"], rows[int(np.argmin(means))]["rate"]
 
 
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draws the loss over the rate."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -1,5 +1,7 @@
-"""Machines with H100s that need not be here: what experiments compile for, and replay on."""
+"""Machines with H100s that need not be here: what experiments compile for them, and replay on them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -10,7 +12,6 @@ from trjax.config.presets import preset_config
 from trjax.config.run import Config
 from trjax.cost.machines import Machine, make_machine, parse_topology
 from trjax.cost.targets import find_target
-from trjax.models.chain import Chain
 from trjax.step.compile import lower_step
 from trjax.step.expected import expect
 from trjax.step.plan import Plan
@@ -30,12 +31,13 @@ def without_augmentation(config: Config) -> Config:
     return replace(config, data=replace(config.data, crop_padding=0, flip=False))
 
 
-def quick_config() -> Config:
-    """Returns a run that compiles fast and has something to reduce: ResNet-8, 64 wide, without augmentation."""
+def reference_config(quick: bool = False) -> Config:
+    """Returns ResNet-50 with 256 images a GPU; quick: a ResNet-8, 64 wide, which compiles fast."""
+    if not quick:
+        return replace(preset_config("imagenet-resnet50"), global_batch=256)
     preset = preset_config("cifar10-resnet20")
-    return without_augmentation(
-        replace(preset, global_batch=128, model=replace(preset.model, arch="resnet8", width=64))
-    )
+    model = replace(preset.model, arch="resnet8", width=64)  # wide, so that there is something to reduce
+    return without_augmentation(replace(preset, global_batch=128, model=model))
 
 
 def mesh_of(machine: Machine) -> Mesh:
@@ -44,30 +46,28 @@ def mesh_of(machine: Machine) -> Mesh:
     return make_topology_mesh(compile_config(machine.target), topology.hosts, topology.gpus_per_host)
 
 
-def compile_program(program: Program, name: str) -> Compiled:
-    """Returns the compiled step of a program.
-
-    Raises:
-        ValueError: it does not compile.
-    """
+@contextmanager
+def compiling(name: str) -> Iterator[None]:
+    """Raises ValueError, with the compiler's first line, if a program does not compile."""
     try:
-        return compile_lowered(lower_step(program))
+        yield
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
 
 
-def compile_for(machine: Machine, config: Config, chain: Chain | None = None) -> tuple[Compiled, Plan]:
-    """Returns the compiled step of a run on a machine, and its plan.
+def compile_program(program: Program, name: str) -> Compiled:
+    """Returns the compiled step of a program; raises ValueError if it does not compile."""
+    with compiling(name):
+        return compile_lowered(lower_step(program))
 
-    Raises:
-        ValueError: it does not compile.
-    """
-    program = make_program(config, mesh_of(machine), chain)
-    return compile_program(program, config.reducer), program.plan
+
+def compile_for(machine: Machine, config: Config) -> Compiled:
+    """Returns the compiled step of a run on a machine; raises ValueError if it does not compile."""
+    return compile_program(make_program(config, mesh_of(machine)), config.reducer)
 
 
 def replay_on(machine: Machine, compiled: Compiled, config: Config, plan: Plan | None = None) -> Report:
-    """Returns what a step takes on a machine other than the one that it was compiled for: all devices join every sum.
+    """Predicts a step on a machine other than the one that it was compiled for: all devices join every sum.
 
     Args:
         machine: to replay on.

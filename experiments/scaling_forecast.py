@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from compare_programs import make_ordinary_step
-from machines import compile_for, compile_program, mesh_of, quick_config, replay_on
+from machines import compile_for, compile_program, mesh_of, reference_config, replay_on
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from report import announce, main, progress, write_rows
+from report import Common, Row, announce, main, print_rows, progress, write_rows
 
-from trjax.config.presets import preset_config
 from trjax.config.run import Config
 from trjax.cost.machines import Machine, Topology, make_machine
 from trjax.cost.scaling import predict_efficiency
@@ -29,7 +28,6 @@ from trjax.cost.targets import find_target
 from trjax.mesh import start_platform
 from trjax.step.planner import Shapes, plan_run
 from trjax.step.program import make_program, shape_run
-from trjax.text import format_table
 from trjax.xla.compiled import Compiled
 
 PROGRAMS = {"pmean": "#7f7f7f", "per_leaf": "#d62728", "two_group": "#1f77b4", "auto": "#2ca02c"}
@@ -86,15 +84,13 @@ PUBLISHED = (
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """Compile ResNet-50's train step and replay it on machines of 1 to 4096 GPUs: how well does it scale?"""
 
     gpus: int = 4096
-    """Most GPUs; the sizes are the powers of two up to it."""
+    """Largest number of GPUs; the sizes are the powers of two up to it."""
     quick: bool = False
-    """ResNet-8 on CIFAR-10 without augmentation, one kind of machine, few sizes."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Forecast a ResNet-8 on CIFAR-10 without augmentation, for one kind of machine and few sizes."""
 
 
 def machine_at(variant: Variant, world_size: int) -> Machine:
@@ -122,14 +118,14 @@ def compile_step(config: Config, name: str, machine: Machine) -> Compiled:
     topology, target = machine.topology, machine.target.name
     progress(f"{name}, {topology.hosts}x{topology.gpus_per_host} {target}: compiling ...")
     if name != "pmean":
-        return compile_for(machine, replace(config, reducer=name))[0]  # type: ignore[arg-type]
+        return compile_for(machine, replace(config, reducer=name))  # type: ignore[arg-type]
     mesh = mesh_of(machine)
     program = make_program(config, mesh)
     step = make_ordinary_step(config, program.gradients.chain, mesh, "pmean")
     return compile_program(replace(program, steps={(0, 1): step}), name)
 
 
-def forecast(config: Config, variants: Sequence[Variant], sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+def forecast(config: Config, variants: Sequence[Variant], sizes: Sequence[int]) -> Iterator[Row]:
     """Yields the row of every machine and program; each distinct program compiles once for few GPUs, once for many.
 
     Args:
@@ -168,19 +164,14 @@ def forecast(config: Config, variants: Sequence[Variant], sizes: Sequence[int]) 
             }
 
 
-def _draw_machine(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_machine(axes: Axes, rows: Sequence[Row]) -> None:
     for width, (program, color) in zip(LINE_WIDTHS, PROGRAMS.items(), strict=True):
-        line = [row for row in rows if row["program"] == program]
-        axes.plot(
-            [row["GPUs"] for row in line],
-            [row["efficiency %"] for row in line],
-            color=color, linewidth=width, marker="o", markersize=width + 2, zorder=3 - width / 10,
-        )  # fmt: skip
+        line = [(row["GPUs"], row["efficiency %"]) for row in rows if row["program"] == program]
+        style: Any = {"color": color, "linewidth": width, "markersize": width + 2, "zorder": 3 - width / 10}
+        axes.plot(*zip(*line, strict=True), "o-", **style)
+    style = {"color": "none", "markeredgecolor": "black", "markersize": 8, "zorder": 4}
     for point in PUBLISHED:
-        axes.plot(
-            point.world_size, 100 * point.efficiency, point.marker,
-            color="none", markeredgecolor="black", markersize=8, zorder=4,
-        )  # fmt: skip
+        axes.plot(point.world_size, 100 * point.efficiency, point.marker, **style)
     sizes = sorted({row["GPUs"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -188,7 +179,7 @@ def _draw_machine(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draws the efficiency over the number of GPUs, a panel for each machine, with the published points in each."""
     machines = list(dict.fromkeys(row["machine"] for row in rows))
     columns = min(2, len(machines))
@@ -217,7 +208,7 @@ def run(options: Options) -> None:
     if not 8 <= options.gpus <= LARGEST or options.gpus & (options.gpus - 1):
         raise ValueError(f"gpus={options.gpus}: must be a power of two from 8 to {LARGEST}")
     start_platform("cpu", "all")
-    config = quick_config() if options.quick else replace(preset_config("imagenet-resnet50"), global_batch=256)
+    config = reference_config(options.quick)
     sizes = [2**power for power in range(options.gpus.bit_length())]
     variants: Sequence[Variant] = VARIANTS
     if options.quick:
@@ -226,8 +217,12 @@ def run(options: Options) -> None:
     rows = list(forecast(config, variants, sizes))
     write_rows(options.out / "scaling_forecast.csv", rows)
     print("\nmeasured by others, with other programs and most of it on other hardware:")
-    points = [[point.world_size, round(100 * point.efficiency, 1), point.source] for point in PUBLISHED]
-    print(format_table(["GPUs", "efficiency %", "source"], points))
+    print_rows(
+        [
+            {"GPUs": point.world_size, "efficiency %": round(100 * point.efficiency, 1), "source": point.source}
+            for point in PUBLISHED
+        ]
+    )
     what = f"{config.model.arch}, {config.global_batch} images a GPU"
     title = f"{what}: throughput a GPU, against the same program on one GPU"
     draw(options.out / "scaling_forecast.png", title, rows)

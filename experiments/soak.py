@@ -18,19 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from matplotlib.figure import Figure
-from report import announce, main, progress, save_axes, write_rows
+from report import Common, Row, announce, main, progress, save_axes, write_rows
 from safetensors.numpy import load_file
 
 from trjax.launch import free_port
 
-JOB = [
-    "--platform", "cpu", "--model.width", "4", "--epochs", "8", "--optim.warmup-epochs", "1", "--save-every", "4",
-    "--bn", "sync", "--log-every", "1", "--watchdog-seconds", "100",
-]  # fmt: skip
+JOB = "--platform cpu --model.width 4 --epochs 8 --optim.warmup-epochs 1 --save-every 4 --bn sync --log-every 1"
+JOB += " --watchdog-seconds 100"
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 COLORS = {"steps": "#1f77b4", "evaluation": "#2ca02c", "saving": "#d62728", "the end": "#7f7f7f"}
 STEPS_PER_EPOCH, LAST_STEP = 15, 120
@@ -38,31 +36,27 @@ TIMEOUT_SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Options:
-    """Kill runs at random moments, resume them, and compare what they come to with a run that nobody disturbed."""
+class Options(Common):
+    """Kill runs at random moments, resume them, and compare their final state with that of an undisturbed run."""
 
     runs: int = 100
-    """How many."""
+    """Number of runs."""
     signal: Literal["kill", "term"] = "kill"
-    """SIGKILL, or SIGTERM, which lets a run save first."""
+    """Signal to send: SIGKILL, or SIGTERM, which lets a run save first."""
     processes: int = 1
-    """Of each run, with two devices in all; one of them gets the signal."""
+    """Processes of each run, which share two devices; one of them gets the signal."""
     seed: int = 0
-    """Of the random moments."""
+    """Seed of the random moments."""
     quick: bool = False
-    """One run."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Kill one run only."""
 
 
 def _start(workdir: Path, processes: int, cache: Path) -> list[subprocess.Popen[str]]:
     """Starts the job's processes; compiled programs are kept, so that only the first start compiles."""
     port = free_port()
-    environment = {
-        **os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "trjax.train", *JOB, "--workdir", str(workdir)]
+    caching = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment = os.environ | caching | {"PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "trjax.train", *JOB.split(), "--workdir", str(workdir)]
     command += ["--devices", "0-1" if processes == 1 else "0"]
     children = []
     for index in range(processes):
@@ -143,9 +137,7 @@ def _moment(workdir: Path) -> str:
     return "evaluation" if found and int(found.group(1)) % STEPS_PER_EPOCH == 0 else "steps"
 
 
-def disturb(
-    folder: Path, name: str, options: Options, whole: dict[str, np.ndarray], loop_seconds: float
-) -> dict[str, Any]:
+def disturb(folder: Path, name: str, options: Options, whole: dict[str, np.ndarray], loop_seconds: float) -> Row:
     """Sends one run its signal, resumes it, and returns the row of what came of it; a run that ends first is no run."""
     workdir, chance = folder / name, random.Random(f"{options.seed} {name}")
     codes = [0]
@@ -164,23 +156,19 @@ def disturb(
     found = final(workdir)
     equal = found.keys() == whole.keys() and all(found[leaf].tobytes() == whole[leaf].tobytes() for leaf in whole)
     lost = resumed < at or "its digest" in _log(workdir)
-    return {
-        "run": name, "after s": round(delay, 2), "during": moment, "codes": " ".join(map(str, ended)),
-        "newest checkpoint": at, "resumed at": resumed, "lost": int(lost), "equal": int(equal),
-    }  # fmt: skip
+    row = {"run": name, "after s": round(delay, 2), "during": moment, "codes": " ".join(map(str, ended))}
+    return row | {"newest checkpoint": at, "resumed at": resumed, "lost": int(lost), "equal": int(equal)}
 
 
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draws where each run went on, over the moment of its signal."""
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
     for moment, color in COLORS.items():
         some = [row for row in rows if row["during"] == moment]
         if some:
-            axes.plot(
-                [row["after s"] for row in some], [row["resumed at"] for row in some],
-                "o", color=color, markersize=5, label=f"{moment}: {len(some)}",
-            )  # fmt: skip
+            points = zip(*((row["after s"], row["resumed at"]) for row in some), strict=True)
+            axes.plot(*points, "o", color=color, markersize=5, label=f"{moment}: {len(some)}")
     axes.set_xlabel("signal after (s)")
     axes.set_ylabel("resumed at step")
     axes.grid(alpha=0.3)

@@ -7,39 +7,33 @@ rides along, gradients of pooling included.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from machines import compile_for, h100s
 from matplotlib.figure import Figure
-from report import announce, main, save_axes, write_rows
+from report import Common, Row, announce, main, require_positive, save_axes, write_rows
 
 from trjax.config.presets import preset_config
-from trjax.cost.targets import find_target
 from trjax.mesh import start_platform
 from trjax.models.resnet import ARCHITECTURES
-from trjax.step.compile import lower_step
-from trjax.step.program import make_program
-from trjax.xla.compiled import Compiled, compile_lowered
 from trjax.xla.operations import Operation
-from trjax.xla.topology import compile_config, make_topology_mesh
 
 PARTS = ("convolutions", "products of channels", "BatchNorm, ReLU, sums", "stem", "parameters")
 CONVOLUTIONS, PRODUCTS, NORMS, STEM, PARAMETERS = PARTS
 
 
 @dataclass(frozen=True)
-class Options:
-    """Count the bytes of a compiled step by part, beside the least."""
+class Options(Common):
+    """Count the bytes that each part of a compiled step moves, and the least that it has to move."""
 
     batch: int = 256
-    """Images."""
+    """Images of a step."""
     remat: bool = False
-    """Compile with `--remat block` too."""
+    """Also compile the step with `--remat block`."""
     quick: bool = False
-    """Eight images."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Use eight images."""
 
 
 def least_bytes(batch: int) -> Counter[str]:
@@ -100,14 +94,7 @@ def part_of(operation: Operation) -> str:
     return NORMS if "Block" in operation.source and not casts_kernel else PARAMETERS
 
 
-def compile_step(batch: int, remat: str) -> Compiled:
-    """Returns the step of the preset for ImageNet on one H100."""
-    mesh = make_topology_mesh(compile_config(find_target("h100")), 1, 1)
-    config = replace(preset_config("imagenet-resnet50"), global_batch=batch, remat=remat)  # type: ignore[arg-type]
-    return compile_lowered(lower_step(make_program(config, mesh)))
-
-
-def draw(path: Path, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
+def draw(path: Path, rows: Sequence[Row], columns: dict[str, str]) -> None:
     """Draws the parts of each column on top of each other."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -125,23 +112,25 @@ def draw(path: Path, rows: list[dict[str, Any]], columns: dict[str, str]) -> Non
 
 def run(options: Options) -> None:
     """Runs the experiment, prints the table and writes the files."""
-    if options.batch < 1:
-        raise ValueError(f"batch={options.batch}: must be positive")
+    require_positive(batch=options.batch)
     start_platform("cpu", "0")
     announce("compiled for one H100, not run", options.out)
     batch = 8 if options.quick else options.batch
     found = {"least": least_bytes(batch)}
-    for remat in ("none", "block") if options.remat else ("none",):
+    config = replace(preset_config("imagenet-resnet50"), global_batch=batch)
+    runs = {"compiled": config} | ({"remat block": replace(config, remat="block")} if options.remat else {})
+    for name, run_config in runs.items():
         moved: Counter[str] = Counter()
-        for operation in compile_step(batch, remat).operations:
+        for operation in compile_for(h100s("1x1"), run_config).operations:
             moved[part_of(operation)] += operation.read_bytes + operation.written_bytes
-        found["compiled" if remat == "none" else "remat block"] = moved
-    rows = [{"part": part, **{f"{name} GB": moved[part] / 1e9 for name, moved in found.items()}} for part in PARTS]
-    rows.append({"part": "all", **{f"{name} GB": moved.total() / 1e9 for name, moved in found.items()}})
-    rounded = [
-        {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()} for row in rows
+        found[name] = moved
+    for moved in found.values():
+        moved["all"] = moved.total()
+    rows = [
+        {"part": part} | {f"{name} GB": round(moved[part] / 1e9, 3) for name, moved in found.items()}
+        for part in (*PARTS, "all")
     ]
-    write_rows(options.out / "step_traffic.csv", rounded)
+    write_rows(options.out / "step_traffic.csv", rows)
     draw(options.out / "step_traffic.png", rows, {f"{name} GB": name for name in found})
 
 

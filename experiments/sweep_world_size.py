@@ -4,8 +4,7 @@ Training amplifies rounding; a control shows how far: the first size again, from
 """
 
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,56 +14,37 @@ import jax
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from report import announce, main
+from report import Common, Row, announce, main, save_panels, write_rows
+from steps import WARMUP_STEPS, train_run
 
 from trjax.config.presets import preset_config
 from trjax.config.run import Config
-from trjax.data.batches import count_batches, train_batches
-from trjax.data.sources import Source, load
+from trjax.data.batches import count_batches
+from trjax.data.sources import load
 from trjax.mesh import machine_of, make_mesh, parse_devices, start_platform
 from trjax.step.compile import lower_step
-from trjax.step.optim import make_learning_rates
 from trjax.step.program import Program, make_program
 from trjax.step.rules import analyze_step
-from trjax.step.state import TrainState
-from trjax.text import format_table
 from trjax.xla.compiled import compile_lowered
 
-WARMUP_STEPS = 3  # left out of the times: the first calls fill caches and pools
 ROUND_STEPS = 10  # of one world size before the next has its turn, so that the machine's noise hits all alike
-HEADER = ["N", "images/s", "step ms", "spread ms", "relative throughput", "efficiency"]
-HEADER += ["predicted ms", "predicted efficiency"]
-HEADER += ["step 1 diff", "max diff", "at step", "control max diff"]
 Step = tuple[float, float]  # seconds, mean loss
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Common):
     """Train the digits preset at several world sizes; compare the losses and time the steps."""
 
     world_sizes: str = "all"
-    """World sizes, as in 1,2,3; the first is what the others are compared with. All: those of 1, 2, 4, 8 that fit."""
+    """World sizes, as in 1,2,3, each compared with the first; `all`: those of 1, 2, 4, 8 that fit the devices."""
     steps: int = 150
+    """Steps at each world size."""
     quick: bool = False
-    """20 steps in place of `steps`, at the first and the last world size only."""
+    """Train 20 steps, at the first and the last world size only."""
     global_batch: int = 96
+    """Examples of a step, over all devices."""
     bn: Literal["sync", "local"] = "sync"
-    """Local is the counter-check: it computes another function at every world size, so the losses must differ."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
-
-
-def run(config: Config, program: Program, source: Source, initial: TrainState) -> Iterator[Step]:
-    """Yields the seconds of each step, with its batch placed before and its results awaited, and its loss."""
-    steps_per_epoch = count_batches(len(source), config.global_batch)
-    rates = make_learning_rates(config.optim, config.epochs, steps_per_epoch, config.global_batch)
-    state = jax.device_put(initial, program.layouts.formats)
-    votes = program.votes(False)
-    for batch in train_batches(source, config.global_batch, config.seed, 0, len(rates)):
-        placed = jax.block_until_ready(program.place_train(batch))
-        start = time.perf_counter()
-        state, results = jax.block_until_ready(program.train_step(state, placed, rates, votes))
-        yield time.perf_counter() - start, float(results[0] / results[3])
+    """BatchNorm mode; `local` computes another function at every world size, so that the losses must differ."""
 
 
 def compile_step(config: Config, program: Program) -> tuple[Program, float]:
@@ -91,50 +71,52 @@ def measure(config: Config, sizes: Sequence[int], num_steps: int) -> tuple[np.nd
     nudged = replace(initial, params=jax.tree.map(lambda leaf: np.nextafter(leaf, np.inf), initial.params))
     arms = [(program, initial) for program in programs]
     arms.append((programs[0], nudged))
-    runs = [run(config, program, source, state) for program, state in arms]
+    runs = [train_run(config, program, state, config.seed) for program, state in arms]
     measured: list[list[Step]] = [[] for _ in runs]
     for start_step in range(0, num_steps, ROUND_STEPS):
         for steps, so_far in zip(runs, measured, strict=True):
-            so_far += islice(steps, min(ROUND_STEPS, num_steps - start_step))
+            so_far += (step[1:] for step in islice(steps, min(ROUND_STEPS, num_steps - start_step)))
     return np.moveaxis(np.array(measured), 2, 0), list(predicted)
 
 
 def tabulate(
     sizes: Sequence[int], seconds: np.ndarray, predicted: Sequence[float], difference: np.ndarray, global_batch: int
-) -> list[list[float]]:
-    """Returns the rows of `HEADER`; the spread is that of the middle half of the steps."""
+) -> list[Row]:
+    """Returns a row for each world size; the spread is that of the middle half of the steps."""
     low, median, high = np.quantile(seconds[:, WARMUP_STEPS:], [0.25, 0.5, 0.75], axis=1)
-    rows: list[list[float]] = []
+    rows: list[Row] = []
     for size, step_time, spread, model, curve in zip(sizes, median, high - low, predicted, difference, strict=False):
         gain, predicted_gain = median[0] / step_time, predicted[0] / model
-        numbers = [step_time * 1e3, spread * 1e3, gain, gain * sizes[0] / size]
-        numbers += [model * 1e3, predicted_gain * sizes[0] / size]
-        costs = [float(f"{number:.4g}") for number in numbers]
+        costs = {"step ms": step_time * 1e3, "spread ms": spread * 1e3, "relative throughput": gain}
+        costs |= {"efficiency": gain * sizes[0] / size, "predicted ms": model * 1e3}
+        costs |= {"predicted efficiency": predicted_gain * sizes[0] / size}
         first, most, control = (float(f"{number:.2g}") for number in (curve[0], curve.max(), difference[-1].max()))
-        rows.append([size, round(global_batch / step_time), *costs, first, most, int(curve.argmax()) + 1, control])
+        row = {"N": size, "images/s": round(global_batch / step_time)}
+        row |= {name: float(f"{number:.4g}") for name, number in costs.items()}
+        row |= {"step 1 diff": first, "max diff": most, "at step": int(curve.argmax()) + 1}
+        rows.append(row | {"control max diff": control})
     return rows
 
 
-def draw(path: Path, title: str, rows: Sequence[Sequence[float]], losses: np.ndarray, difference: np.ndarray) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row], losses: np.ndarray, difference: np.ndarray) -> None:
     """Draws the loss curves over their relative differences, and the costs of a step."""
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.subplot_mosaic("LS;DR", width_ratios=[3, 2])
     colors, steps = colormaps["viridis"](np.linspace(0, 0.9, len(rows))), np.arange(1, losses.shape[1] + 1)
     positive = np.where(difference > 0, difference, np.nan)
-    axes["D"].semilogy(steps, positive[-1], ".:", color="gray", label=f"N = {rows[0][0]}, nudged (control)")
+    axes["D"].semilogy(steps, positive[-1], ".:", color="gray", label=f"N = {rows[0]['N']}, nudged (control)")
     for index, (row, color) in enumerate(zip(rows, colors, strict=True)):
         width = 2 * (len(rows) - index) - 1  # the later the thinner, so that every curve shows
-        axes["L"].semilogy(steps, losses[index], color=color, linewidth=width, label=f"N = {row[0]}")
+        axes["L"].semilogy(steps, losses[index], color=color, linewidth=width, label=f"N = {row['N']}")
         axes["D"].semilogy(steps, positive[index], ".-", color=color, markersize=3, linewidth=1)
     axes["L"].set(ylabel="mean loss of the batch (nats)")
-    axes["D"].set(xlabel="step", ylabel=f"relative difference\nto N = {rows[0][0]} (zeros left out)")
-    for key, column, label in (("S", 2, "median step time (ms)"), ("R", 1, "throughput (images/s)")):
-        bars = axes[key].bar([str(row[0]) for row in rows], [row[column] for row in rows], color=colors)
+    axes["D"].set(xlabel="step", ylabel=f"relative difference\nto N = {rows[0]['N']} (zeros left out)")
+    for key, column, label in (("S", "step ms", "median step time (ms)"), ("R", "images/s", "throughput (images/s)")):
+        bars = axes[key].bar([str(row["N"]) for row in rows], [row[column] for row in rows], color=colors)
         axes[key].bar_label(bars, fmt="{:,.4g}", padding=2)
         axes[key].set(xlabel="world size N (devices)", ylabel=label, ymargin=0.15)
-    figure.legend(loc="outside lower center", ncols=len(losses))
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    lines = axes["D"].lines[:1] + axes["L"].lines
+    save_panels(path, figure, title, {str(line.get_label()): line for line in lines})
 
 
 def sweep(options: Options) -> None:
@@ -157,8 +139,7 @@ def sweep(options: Options) -> None:
     (seconds, losses), predicted = measure(config, sizes, 20 if options.quick else options.steps)
     difference = np.abs(losses / losses[0] - 1)
     rows = tabulate(sizes, seconds, predicted, difference, config.global_batch)
-    print(format_table(HEADER, rows))
-    np.savetxt(options.out / "sweep_world_size.csv", rows, "%.6g", ",", header=",".join(HEADER), comments="")
+    write_rows(options.out / "sweep_world_size.csv", rows)
     title = f"digits preset, bn={config.bn}, global batch {config.global_batch}, {where}"
     draw(options.out / "sweep_world_size.png", title, rows, losses, difference)
 

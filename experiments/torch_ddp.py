@@ -6,6 +6,7 @@ answers every line of a number of steps with the seconds that they took.
 
 import sys
 import time
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -56,10 +57,11 @@ def make_resnet(torch: Any, arch: str, width: int, cifar: bool, num_classes: int
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
 
 
-def serve(arch: str, width: int, stem: str, size: int, num_classes: int, batch: int, threads: int) -> None:
-    """Trains on one batch of its own, a number of steps for every line.
+@dataclass(frozen=True)
+class Job:
+    """What one process trains.
 
-    Args:
+    Attributes:
         arch: a name in `BLOCKS`.
         width: channels of the first stage.
         stem: `cifar` or `imagenet`.
@@ -68,17 +70,31 @@ def serve(arch: str, width: int, stem: str, size: int, num_classes: int, batch: 
         batch: images of this process.
         threads: of this process.
     """
+
+    arch: str
+    width: int
+    stem: str
+    size: int
+    num_classes: int
+    batch: int
+    threads: int
+
+
+def serve(job: Job) -> None:
+    """Trains on one batch: reads numbers of steps, one a line, and answers each with the seconds that they took."""
     torch = import_module("torch")
     distributed = import_module("torch.distributed")
     parallel = import_module("torch.nn.parallel")
-    torch.set_num_threads(threads)
+    torch.set_num_threads(job.threads)
     distributed.init_process_group("gloo")
-    model = make_resnet(torch, arch, width, stem == "cifar", num_classes).to(memory_format=torch.channels_last).train()
+    model = make_resnet(torch, job.arch, job.width, job.stem == "cifar", job.num_classes)
+    model = model.to(memory_format=torch.channels_last).train()
     model = parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, nesterov=True)
     random = np.random.default_rng(distributed.get_rank())
-    images = torch.from_numpy(random.integers(0, 256, (batch, size, size, 3), dtype=np.uint8)).permute(0, 3, 1, 2)
-    labels = torch.from_numpy(random.integers(0, num_classes, batch))
+    pixels = random.integers(0, 256, (job.batch, job.size, job.size, 3), dtype=np.uint8)
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    labels = torch.from_numpy(random.integers(0, job.num_classes, job.batch))
     print(f"torch {torch.__version__}, {sum(leaf.numel() for leaf in model.parameters())} parameters", flush=True)
     for line in sys.stdin:
         distributed.barrier()
@@ -94,4 +110,4 @@ def serve(arch: str, width: int, stem: str, size: int, num_classes: int, batch: 
 
 if __name__ == "__main__":
     arch, width, stem, *numbers = sys.argv[1:]
-    serve(arch, int(width), stem, *map(int, numbers))
+    serve(Job(arch, int(width), stem, *map(int, numbers)))

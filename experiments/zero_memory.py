@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from machines import h100s, mesh_of
+from machines import compiling, h100s, mesh_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report import announce, hardware, main, progress, write_rows
+from report import Common, Row, announce, hardware, main, progress, save_panels, write_rows
 
 from trjax.config.presets import preset_config
 from trjax.config.run import Config, ModelConfig, OptimConfig, Reducing
@@ -37,13 +37,11 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}  # of machine code only: th
 
 
 @dataclass(frozen=True)
-class Options:
-    """Compile steps with replicated and with sharded optimizer state; read off the memory of a device."""
+class Options(Common):
+    """Compile steps with replicated and with sharded optimizer state; compare the memory of a device."""
 
     quick: bool = False
-    """ResNet-8 on CPU devices."""
-    out: Path = Path("results")
-    """Folder for the CSV and the figure."""
+    """Compile a ResNet-8 for CPU devices."""
 
 
 def device_bytes(tree: Any, placed: Any) -> int:
@@ -62,10 +60,8 @@ def measure(config: Config, mesh: Mesh) -> dict[str, float]:
         ValueError: the step does not compile.
     """
     program = make_program(config, mesh)
-    try:
+    with compiling(config.reducer):
         memory = lower_step(program).compile(FAST_COMPILE).memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"{config.reducer} does not compile: {str(error).splitlines()[0]}") from error
     state, formats = program.layouts.shape, program.layouts.formats
     optimizer = device_bytes(state.opt_state, formats.opt_state)
     parameters = device_bytes(state, formats) - optimizer
@@ -86,7 +82,7 @@ def _mesh(world_size: int, here: bool) -> Mesh:
     return mesh_of(h100s(f"{max(1, world_size // 8)}x{min(world_size, 8)}"))
 
 
-def sweep_programs(models: dict[str, tuple[int, ...]], here: bool) -> Iterator[dict[str, Any]]:
+def sweep_programs(models: dict[str, tuple[int, ...]], here: bool) -> Iterator[Row]:
     """Yields a row for each model, optimizer, world size and reducer."""
     for arch, world_sizes in models.items():
         preset = "cifar10-resnet20" if arch in ("resnet8", "resnet20") else "imagenet-resnet50"
@@ -99,7 +95,7 @@ def sweep_programs(models: dict[str, tuple[int, ...]], here: bool) -> Iterator[d
                 yield row | measure(config, _mesh(world_size, here))
 
 
-def _draw_model(state: Axes, total: Axes, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_model(state: Axes, total: Axes, rows: Sequence[Row]) -> None:
     sizes = sorted({row["N"] for row in rows})
     for name, color in zip(OPTIMIZERS, ("#1f77b4", "#2ca02c"), strict=True):
         for reducer, style in zip(REDUCERS, ("s--", "o-"), strict=True):
@@ -124,7 +120,7 @@ def _draw_model(state: Axes, total: Axes, rows: Sequence[dict[str, Any]]) -> Non
     total.margins(y=0.2)
 
 
-def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
     """Draws the optimizer state of a device over world size, and all of its memory, a column for each model."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(max(6, 4.5 * len(models)), 8), layout="constrained")
@@ -136,9 +132,8 @@ def draw(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
     axes[0, 0].set_ylabel("optimizer state of a device (MB)")
     axes[1, 0].set_ylabel("memory of a device (MB)")
     axes[0, 0].legend(fontsize=8, loc="lower left")
-    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS))
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    bars, labels = axes[1, 0].get_legend_handles_labels()
+    save_panels(path, figure, title, dict(zip(labels, bars, strict=True)))
 
 
 def sweep(options: Options) -> None:

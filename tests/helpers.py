@@ -2,8 +2,8 @@
 
 import pickle
 import tarfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 
+from trjax.config.command_line import parse_options
 from trjax.config.run import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.data import cifar
 from trjax.data.batches import Batch
@@ -50,6 +51,16 @@ def attempt(do: Callable[[], Any]) -> tuple[Any, str]:
         text = str(error)
     assert text.isprintable()
     return None, text
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A command without options of its own."""
+
+
+def parse_config(arguments: Sequence[str]) -> Config:
+    """The configuration that a command line asks for."""
+    return parse_options(arguments, "prog", "Do.", NoOptions())[0]
 
 
 def tiny_config(**changes: Any) -> Config:
@@ -175,9 +186,8 @@ def _plain_gradients(segments: Any, params: Any, batch_stats: Any, images: Any, 
         x, stats = images, {}
         for index, (name, module) in enumerate(segments):
             keys = example_keys(jax.random.fold_in(jax.random.key(0), index), labels)
-            x, stats[name] = apply_segment(
-                module, params[name], batch_stats[name], x, train=True, mask=mask, keys=keys
-            )  # fmt: skip
+            own = module, params[name], batch_stats[name]
+            x, stats[name] = apply_segment(*own, x, train=True, mask=mask, keys=keys)
         return score(x, labels, mask)[0] / mask.sum(), stats
 
     return jax.grad(loss, has_aux=True)(params)

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import parse_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trjax.config.command_line import parse_config
 from trjax.config.presets import PRESETS
 from trjax.config.run import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.config.toml import config_from_table, config_to_toml, read_table
@@ -19,7 +19,7 @@ LINE = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]))
 
 
 def parse(*arguments: str) -> Config:
-    return parse_config(arguments, "prog", "Do.")
+    return parse_config(arguments)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -70,22 +70,6 @@ def check_collective_algorithms(rows: Rows) -> None:
         assert 0 < float(row["measured ms"]) < 10_000
 
 
-def check_sweep_buckets(rows: Rows) -> None:
-    machines = ["1x8 NVLink", "4x8 50 GB/s", "32x8 12.5 GB/s"]
-    assert list(dict.fromkeys(row["machine"] for row in rows)) == machines
-    for where in machines:
-        each, some, large, two_group, _ = (row for row in rows if row["machine"] == where)
-        assert [row["AllReduces"] for row in (each, some, large, two_group)] == ["23", "4", "2", "2"]  # 23 parameters
-        assert two_group["blocking"] == "0"
-        # The paper's shape: a bucket for each gradient is worst, and the largest are not the best.
-        assert float(each["exposed ms"]) > 3 * float(large["exposed ms"])
-        assert float(large["exposed ms"]) > float(some["exposed ms"])
-        assert float(two_group["exposed ms"]) < float(large["exposed ms"])
-        assert float(each["communication ms"]) > float(some["communication ms"]) > float(large["communication ms"])
-    slower = [float(row["communication ms"]) for row in rows if row["bucket MiB"] == "25.0"]
-    assert slower == sorted(slower)
-
-
 def check_zero_memory(rows: Rows) -> None:
     found = {(row["optimizer"], row["N"], row["reducer"]): row for row in rows}
     state = {key: float(row["optimizer MB"]) for key, row in found.items()}
@@ -111,13 +95,33 @@ def check_overlap(rows: Rows) -> None:
             assert min(parts) >= 0
             assert parts[0] > 0
             assert 0 < parts[2] <= float(row["communication only ms"])
-    by_name = {(row["where"], row["program"]): row for row in rows}
     for where in places[1:]:
-        single, two_group = (by_name[where, name] for name in ("single", "two_group"))
-        assert float(single["saved %"]) == 0
-        # Without overlap hardly anything hides; with it, more does.
-        assert float(single["exposed ms"]) > 0.9 * float(single["communication only ms"])
-        assert float(two_group["exposed ms"]) < float(single["exposed ms"])
+        own = [row for row in rows if row["where"] == where]
+        check_groups({row["program"]: row for row in own if row["program"] != "ddp"})
+        if where != "4x8 100 Gb/s a host":  # where few calls count less than late ones
+            check_buckets([row for row in own if row["program"] in ("ddp", "two_group")])
+    large = [float(row["communication only ms"]) for row in rows if row["bucket MiB"] == "25.0"]
+    assert large == sorted(large)
+
+
+def check_groups(rows: dict[str, dict[str, str]]) -> None:
+    single, two_group = rows["single"], rows["two_group"]
+    assert float(single["saved %"]) == 0
+    # Without overlap hardly anything hides; with it, more does.
+    assert float(single["exposed ms"]) > 0.9 * float(single["communication only ms"])
+    assert float(two_group["exposed ms"]) < float(single["exposed ms"])
+
+
+def check_buckets(rows: Rows) -> None:
+    *_, two_group = rows
+    assert [row["AllReduces"] for row in rows] == ["23", "4", "2", "2"]  # 23 parameters
+    assert two_group["blocking"] == "0"
+    # The paper's shape: a bucket for each gradient is worst, and the largest are not the best.
+    exposed, taken = ([float(row[f"{name} ms"]) for row in rows] for name in ("exposed", "communication only"))
+    assert exposed[0] > 3 * exposed[2]
+    assert exposed[2] > exposed[1]
+    assert exposed[3] < exposed[2]
+    assert taken[0] > taken[1] > taken[2]
 
 
 def check_batchnorm_modes(rows: Rows) -> None:
@@ -139,16 +143,15 @@ def check_checkpoint_cost(rows: Rows) -> None:
     assert 0 == inside[0] < inside[1] < inside[2]
 
 
-def check_host_cost(rows: Rows) -> None:
-    start, call = rows
-    assert float(start["second start s"]) < float(start["no cache s"])
-    assert int(call["arrays"]) > 100
-    assert float(call["us a call"]) > 0
-
-
 def check_own_costs(rows: Rows) -> None:
-    assert [int(row["segments"]) for row in rows] == [5, 6]
-    assert all(float(row["plan ms"]) > 0 and int(row["kernels"]) > int(row["tensors"]) for row in rows)
+    tables = {row["table"]: row for row in rows}
+    assert [row["table"] for row in rows] == ["starts", "calls", "parts", "parts"]
+    assert float(tables["starts"]["second start s"]) < float(tables["starts"]["no cache s"])
+    assert int(tables["calls"]["arrays"]) > 100
+    assert float(tables["calls"]["us a call"]) > 0
+    parts = rows[2:]
+    assert [int(row["segments"]) for row in parts] == [5, 6]
+    assert all(float(row["plan ms"]) > 0 and int(row["kernels"]) > int(row["tensors"]) for row in parts)
 
 
 def check_step_traffic(rows: Rows) -> None:
@@ -184,10 +187,10 @@ def check_benchmark_step(rows: Rows) -> None:
     assert all(0.3 < ratio < 10 for ratio in ratios)
 
 
-CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms, check_sweep_buckets]
+CHECKS = [check_sweep_world_size, check_compare_programs, check_collective_algorithms]
 CHECKS += [check_zero_memory, check_overlap, check_batchnorm_modes, check_scaling_forecast]
 CHECKS += [check_checkpoint_cost, check_soak, check_lr_range, check_input_pipeline]
-CHECKS += [check_benchmark_step, check_host_cost, check_own_costs, check_step_traffic]
+CHECKS += [check_benchmark_step, check_own_costs, check_step_traffic]
 
 
 @pytest.mark.slow
@@ -202,7 +205,10 @@ def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
         rows = list(csv.DictReader(file))
     check(rows)
     assert figure.stat().st_size > 10_000
-    assert " ".join(rows[0]) in " ".join(run.stdout.split())
+    said = " ".join(run.stdout.split())
+    for row in rows:  # of one table, or of several with columns of their own
+        header = [column for column, cell in row.items() if column != "table" and ("table" not in row or cell)]
+        assert " ".join(header) in said
 
 
 @pytest.mark.parametrize(
@@ -211,6 +217,7 @@ def test_quick_run(check) -> None:  # type: ignore[no-untyped-def]
         ("collective_algorithms", ["--repeats", "0"], "repeats=0: must be positive"),
         ("overlap", ["--repeats", "-1"], "repeats=-1: must be positive"),
         ("batchnorm_modes", ["--epochs", "0"], "epochs=0, seeds=3: must be positive"),
+        ("own_costs", ["--segments", "2"], "segments=(2,): must be 3 or more"),
         ("batchnorm_modes", ["--global-batches", "30"], "global_batch=30 is not divisible by world_size=8"),
         ("zero_memory", ["--quick", "--out", "file"], "File exists: 'file'"),
         ("benchmark_step", ["--repeats", "0"], "repeats=0, seconds=1.5: must be positive"),

@@ -92,12 +92,6 @@ def test_launches_worked_by_hand() -> None:
     assert plan.offsets_bytes == (512, 256, 0)
 
 
-def test_alignment_is_the_only_gap() -> None:
-    first = make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS, alignment_bytes=32).groups[1]
-    assert [region.offset_elements for region in first.regions] == [0, 8, 16, 24, 40, 64, 72]
-    assert first.size_elements == 80
-
-
 def test_resnet50_golden() -> None:
     plan = planned("imagenet-resnet50", "OHWI")
     gradients = [sum(r.size_elements for r in group.regions if r.kind.startswith("G_")) for group in plan.groups]
@@ -134,7 +128,6 @@ def test_empty_groups_vanish_and_results_move() -> None:
         ({"other": {"kernel": shape(2)}}, {}, r"other/kernel belongs to no segment of the chain: stem, body, head"),
         ({"stem": {}}, {}, r"no parameters"),
         (SMALL_PARAMS, {"frozen": set(name_leaves(SMALL_PARAMS))}, r"no parameters to train: .* all are frozen"),
-        (SMALL_PARAMS, {"alignment_bytes": 6}, r"alignment_bytes=6 is not a positive multiple of 4"),
     ],
 )
 def test_errors(params: Any, options: Any, message: str) -> None:
@@ -170,28 +163,27 @@ def splits(num_segments: int) -> st.SearchStrategy[Split]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(trees(), st.sampled_from([4, 16, 256]), st.data())
-def test_regions_tile_their_group(tree: Any, alignment_bytes: int, data: st.DataObject) -> None:
+@given(trees(), st.data())
+def test_regions_tile_their_group(tree: Any, data: st.DataObject) -> None:
     params, batch_stats, segments = tree
     split = data.draw(splits(len(segments)))
-    plan = make_plan(params, batch_stats, segments, split, alignment_bytes=alignment_bytes)
+    plan = make_plan(params, batch_stats, segments, split)
     expected = {**name_leaves(params), **name_leaves(batch_stats), "results": shape(5)}
     assert {region.name: region.shape for region in plan.regions} == {name: s.shape for name, s in expected.items()}
     assert len(plan.regions) == len(expected)
     for group in plan.groups:
         end = 0
         for region in group.regions:
-            assert region.offset_elements * 4 % alignment_bytes == 0
-            assert 0 <= region.offset_elements - end < alignment_bytes // 4
+            assert region.offset_elements == end
             end = region.offset_elements + region.size_elements
-        assert 0 <= group.size_elements - end < alignment_bytes // 4
+        assert group.size_elements == end
 
 
 @settings(max_examples=5, deadline=None)
-@given(trees(), st.sampled_from(["OHWI", "HWIO"]), st.sampled_from([4, 16]))
-def test_round_trip_is_bitwise(tree: Any, conv_order: Any, alignment_bytes: int) -> None:
+@given(trees(), st.sampled_from(["OHWI", "HWIO"]))
+def test_round_trip_is_bitwise(tree: Any, conv_order: Any) -> None:
     params, batch_stats, segments = tree
-    plan = make_plan(params, batch_stats, segments, conv_order=conv_order, alignment_bytes=alignment_bytes)
+    plan = make_plan(params, batch_stats, segments, conv_order=conv_order)
     random = np.random.default_rng(0)
     values = {region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions}
     buffers = jax.jit(lambda leaves: [pack(group, leaves) for group in plan.groups])(values)
@@ -207,10 +199,10 @@ def test_round_trip_is_bitwise(tree: Any, conv_order: Any, alignment_bytes: int)
 
 
 @settings(max_examples=3, deadline=None)
-@given(trees(), st.integers(2, 5), st.sampled_from([4, 16]))
-def test_shards_hold_a_part_of_every_tensor(tree: Any, shards: int, alignment_bytes: int) -> None:
+@given(trees(), st.integers(2, 5))
+def test_shards_hold_a_part_of_every_tensor(tree: Any, shards: int) -> None:
     params, batch_stats, segments = tree
-    plan = make_plan(params, batch_stats, segments, alignment_bytes=alignment_bytes, shards=shards)
+    plan = make_plan(params, batch_stats, segments, shards=shards)
     random = np.random.default_rng(0)
     values: dict[str, Any] = {
         region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions

@@ -22,8 +22,8 @@ def write_run(folder: str, rate: float, steps: int = 4) -> None:
     Path(folder, "config.toml").write_text(config_to_toml(config))
     lines = []
     for step in range(1, steps + 1):
-        line = {"epoch": step, "step": 5 * step, "top5": 0.9, "examples": 100, "skipped": int(step == 2),
-                "learning_rate": rate, "images_per_second": 100.0 * step, "seconds": float(step)}  # fmt: skip
+        line = {"epoch": step, "step": 5 * step, "top5": 0.9, "examples": 100, "skipped": int(step == 2)}
+        line |= {"learning_rate": rate, "images_per_second": 100.0 * step, "seconds": float(step)}
         lines.append({"split": "train", "loss": 2.0 / step, "top1": 0.1 * step, **line})
         lines.append(
             {"split": "test", "loss": None if step == 1 else 2.1 / step, "top1": 0.2 if step == 3 else 0.1, **line}
@@ -91,9 +91,8 @@ def test_a_browser_shows_the_page() -> None:
     write_run("one", 0.05)
     write_run("two", 0.1, 3)
     assert report.main(["one", "two", "--target", "", "--out", "page.html"]) == 0
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync",
-               "--disable-background-networking", "--disable-component-update",
-               f"--user-data-dir={Path('profile').resolve()}",
-               "--window-size=1200,1600", "--screenshot=page.png", "--virtual-time-budget=3000"]  # fmt: skip
+    options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-sync --disable-background-networking"
+    options += " --disable-component-update --window-size=1200,1600 --screenshot=page.png --virtual-time-budget=3000"
+    command = ["chromium", *options.split(), f"--user-data-dir={Path('profile').resolve()}"]
     subprocess.run([*command, Path("page.html").resolve().as_uri()], check=True, capture_output=True, timeout=120)
     assert Path("page.png").stat().st_size > 30_000

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import attempt
+from helpers import attempt, parse_config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trjax.config.command_line import parse_config
 from trjax.config.presets import PRESETS
 from trjax.config.run import Config
 from trjax.config.toml import config_from_table, config_to_toml, read_table
@@ -118,7 +117,7 @@ def test_any_word_for_any_option_is_taken_or_named(option: str, word: str) -> No
     config, problem = None, ""
     try:
         with contextlib.redirect_stderr(said):
-            config, problem = attempt(lambda: parse_config([f"--{option.replace('_', '-')}={word}"], "prog", "Do."))
+            config, problem = attempt(lambda: parse_config([f"--{option.replace('_', '-')}={word}"]))
     except SystemExit as end:
         code = end.code
     if config is None:
@@ -140,10 +139,10 @@ def test_any_word_for_any_option_is_taken_or_named(option: str, word: str) -> No
 )
 def test_no_file_of_a_configuration(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_config(["--config", name], "prog", "Do.")
+        parse_config(["--config", name])
 
 
 def test_options_come_after_a_file_that_is_possible_by_itself() -> None:
     Path("mine.toml").write_text("epochs = 1\n")
     with pytest.raises(ValueError, match=r"pass --optim.warmup-epochs \(in the file itself"):
-        parse_config(["--config", "mine.toml", "--optim.warmup-epochs", "0"], "prog", "Do.")
+        parse_config(["--config", "mine.toml", "--optim.warmup-epochs", "0"])

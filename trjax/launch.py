@@ -55,9 +55,14 @@ def _start(options: Options, index: int, port: int, arguments: Sequence[str]) ->
     found_by += ["--num-processes", str(options.processes), "--process-id", str(index)]
     return subprocess.Popen(
         [sys.executable, "-m", "trjax.train", *arguments, *found_by],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment,
-        start_new_session=True, preexec_fn=_die_with_parent,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+    )
 
 
 def _prefix(index: int, lines: IO[str]) -> None:
@@ -110,9 +115,7 @@ def launch(options: Options, arguments: Sequence[str]) -> int:
         signal.signal(number, pass_on)
     for index in range(options.processes):
         children.append(_start(options, index, port, arguments))
-    readers = [
-        threading.Thread(target=_prefix, args=(index, child.stdout)) for index, child in enumerate(children)
-    ]  # fmt: skip
+    readers = [threading.Thread(target=_prefix, args=pair) for pair in enumerate(child.stdout for child in children)]
     for reader in readers:
         reader.start()
     code = _wait(children)

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import Any
 
 
-def warn_of_move(old: str, new: str, stacklevel: int = 3) -> None:
+def warn_of_move(old: str, new: str) -> None:
     """Warns that a name has moved; the warning points at the line that uses the old one."""
-    warnings.warn(f"{old} is now {new}; version 0.2 drops the old name", DeprecationWarning, stacklevel)
+    warnings.warn(f"{old} is now {new}; version 0.2 drops the old name", DeprecationWarning, stacklevel=3)
 
 
 def forward(old: str, *homes: str) -> Callable[[str], Any]:

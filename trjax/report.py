@@ -98,10 +98,9 @@ def _draw(axes: Axes, runs: Sequence[Run], value: str, splits: Sequence[str], fa
             records = run.of(split)
             if records:
                 label = f"{run.name}, {split}" if len(runs) > 1 else split
-                points = [factor * getattr(record, value) for record in records]
-                marker = "o" if len(records) < 30 else ""
-                axes.plot([record.step for record in records], points, _LINES[split], color=color, label=label,
-                          marker=marker, markersize=3)  # fmt: skip
+                points = [(record.step, factor * getattr(record, value)) for record in records]
+                (line,) = axes.plot(*zip(*points, strict=True), _LINES[split], color=color, label=label, markersize=3)
+                line.set_marker("o" if len(records) < 30 else "")
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -145,12 +144,10 @@ def summarise(run: Run) -> list[Any]:
     tests, trained = run.of("test"), run.of("train")
     best = max(tests, key=lambda record: record.top1, default=None)
     speeds = sorted(record.images_per_second for record in trained)
-    return [
-        run.name, run.config.preset, run.records[-1].epoch, run.records[-1].step,
-        f"{tests[-1].top1:.2%}" if tests else "", f"{best.top1:.2%} at {best.step}" if best else "",
-        f"{trained[-1].loss:.4f}" if trained else "", round(speeds[len(speeds) // 2]) if speeds else "",
-        sum(record.skipped for record in trained),
-    ]  # fmt: skip
+    row = [run.name, run.config.preset, run.records[-1].epoch, run.records[-1].step]
+    row += [f"{tests[-1].top1:.2%}", f"{best.top1:.2%} at {best.step}"] if best else ["", ""]
+    row += [f"{trained[-1].loss:.4f}", round(speeds[len(speeds) // 2])] if trained else ["", ""]
+    return [*row, sum(record.skipped for record in trained)]
 
 
 def find_differences(runs: Sequence[Run]) -> list[list[str]]:

@@ -62,8 +62,8 @@ def make_timeline(title: str, report: Report) -> Figure:
         panels[1].set_title("the part that communicates", fontsize="medium", loc="left")
     panels[-1].set(xlabel="predicted time from the start of the step (ms)")
     legend = [Patch(color=color, label=name) for name, color in (*PHASES.items(), *colors.items())]
-    legend.append(Patch(facecolor="white", edgecolor=_EXPOSED, hatch="////",
-                        label=f"exposed: {report.timeline.exposed_seconds * 1e3:.2f} ms"))  # fmt: skip
+    exposed = f"exposed: {report.timeline.exposed_seconds * 1e3:.2f} ms"
+    legend.append(Patch(facecolor="white", edgecolor=_EXPOSED, hatch="////", label=exposed))
     figure.legend(handles=legend, loc="outside lower center", ncols=min(len(legend), 7))
     return figure
 

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, make_dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -43,16 +43,6 @@ def _base_config(arguments: Sequence[str]) -> Config:
     name = str(table.get("preset", "digits") if given.preset is None else given.preset)
     base = Config() if name == Config().preset else preset_config(name)
     return config_from_table({**table, "preset": name}, base, str(file))
-
-
-def parse_config(arguments: Sequence[str], prog: str, purpose: str) -> Config:
-    """Returns the configuration that a command line asks for, see `parse_options`."""
-    return parse_options(arguments, prog, purpose, _NoOptions())[0]
-
-
-@dataclass(frozen=True)
-class _NoOptions:
-    pass
 
 
 def parse_options(arguments: Sequence[str], prog: str, purpose: str, own: Own) -> tuple[Config, Own]:

@@ -194,17 +194,3 @@ def predict_zero3(size_bytes: float, world_size: int, link: Link) -> Cost:
     """
     gather = predict_all_gather(size_bytes, world_size, link)
     return replace(_in_turn(gather, gather, predict_reduce_scatter(size_bytes, world_size, link)), calls=3)
-
-
-def infer_efficiency(size_bytes: float, seconds: float, link: Link) -> float:
-    """Returns the share of a link's rate that a measured AllReduce reached, where 2 S / B is the least it can take.
-
-    Args:
-        size_bytes: on each rank.
-        seconds: measured.
-        link: whose own `efficiency` is left aside.
-
-    >>> infer_efficiency(1.2e9, 15e-3, Link(25e9, 0.0, channels=8))
-    0.8
-    """
-    return 2 * size_bytes / (seconds * replace(link, efficiency=1.0).reached_bytes_per_second)

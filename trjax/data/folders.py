@@ -143,10 +143,8 @@ def _write_cache(path: Path, files: Files, seen: dict[str, int]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            np.savez(
-                file, about=np.frombuffer(about, np.uint8), labels=files.labels, ends=files.ends,
-                names=np.frombuffer(files.names, np.uint8),
-            )  # fmt: skip
+            text, names = np.frombuffer(about, np.uint8), np.frombuffer(files.names, np.uint8)
+            np.savez(file, about=text, labels=files.labels, ends=files.ends, names=names)
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -57,8 +57,8 @@ def _draw_beta(key: jax.Array, alpha: float) -> jax.Array:
 def _draw_box(key: jax.Array, share: jax.Array, height: int, width: int) -> jax.Array:
     """Returns 0 inside of a box with `1 - share` of the area, anywhere, cut off at the edges, and 1 around it."""
     side, corner = jnp.sqrt(1 - share), jax.random.uniform(key, (2,))
-    y, x = (jnp.abs(jnp.arange(size) + 0.5 - size * at) < size * side / 2
-            for size, at in zip((height, width), corner, strict=True))  # fmt: skip
+    sizes = zip((height, width), corner, strict=True)
+    y, x = (jnp.abs(jnp.arange(size) + 0.5 - size * at) < size * side / 2 for size, at in sizes)
     return 1.0 - (y[:, None] & x[None, :])
 
 

@@ -126,10 +126,8 @@ def _describe_pictures(data: DataConfig) -> DataSpec:
 def _load_pictures(data: DataConfig, seed: int) -> tuple[Source, Source]:
     train, test = open_splits(data.root)
     workers = data.workers or min(_MOST_WORKERS, count_cores())
-    make = partial(
-        PictureSource, size=_picture_size(data), seed=seed, least_area=data.least_area, stops=data.on_error == "stop",
-        workers=workers,
-    )  # fmt: skip
+    make = partial(PictureSource, size=_picture_size(data), seed=seed, least_area=data.least_area, workers=workers)
+    make = partial(make, stops=data.on_error == "stop")
     return make(train), make(test)
 
 

@@ -214,13 +214,13 @@ def _table(columns: Sequence[Sequence[str]]) -> str:
 
 def _format_costs(found: Mapping[str, Cost], call_seconds: float) -> str:
     costs = found.values()
-    return _table([
-        ["algorithm", *found],
-        _right("bytes a rank", [f"{cost.bytes_per_rank:,.0f}" for cost in costs]),
-        _right("steps", [f"{cost.steps:,}" for cost in costs]),
-        _right("calls", [f"{cost.calls}" for cost in costs]),
-        _right("ms", [f"{(cost.seconds + cost.calls * call_seconds) * 1e3:,.3f}" for cost in costs]),
-    ])  # fmt: skip
+    columns = {
+        "bytes a rank": [f"{cost.bytes_per_rank:,.0f}" for cost in costs],
+        "steps": [f"{cost.steps:,}" for cost in costs],
+        "calls": [f"{cost.calls}" for cost in costs],
+        "ms": [f"{(cost.seconds + cost.calls * call_seconds) * 1e3:,.3f}" for cost in costs],
+    }
+    return _table([["algorithm", *found], *map(_right, columns, columns.values())])
 
 
 def _format_scaling(machine: Machine, options: CostOptions, compute_seconds: float) -> str:
@@ -233,14 +233,13 @@ def _format_scaling(machine: Machine, options: CostOptions, compute_seconds: flo
         share = predict_efficiency(compute_seconds, exposed)
         rows.append((f"{ranks}", name, seconds, exposed, share, predict_speedup(ranks, compute_seconds, exposed)))
     ranks_cells, names, taken, exposed_cells, shares, speedups = zip(*rows, strict=True)
-    return _table([
-        _right("ranks", ranks_cells),
-        ["fastest", *names],
-        _right("ms", [f"{seconds * 1e3:,.3f}" for seconds in taken]),
-        _right("exposed ms", [f"{seconds * 1e3:,.3f}" for seconds in exposed_cells]),
-        _right("efficiency", [f"{share:.1%}" for share in shares]),
-        _right("does the work of", [f"{speedup:,.1f}" for speedup in speedups]),
-    ])  # fmt: skip
+    columns = {
+        "ms": [f"{seconds * 1e3:,.3f}" for seconds in taken],
+        "exposed ms": [f"{seconds * 1e3:,.3f}" for seconds in exposed_cells],
+        "efficiency": [f"{share:.1%}" for share in shares],
+        "does the work of": [f"{speedup:,.1f}" for speedup in speedups],
+    }
+    return _table([_right("ranks", ranks_cells), ["fastest", *names], *map(_right, columns, columns.values())])
 
 
 def describe_costs(arguments: Sequence[str]) -> str:

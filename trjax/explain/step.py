@@ -59,14 +59,12 @@ class StepOptions:
 
 def format_report(found: Report) -> str:
     """Returns the collectives, the summary and the verdicts as text."""
-    rows = [
-        [
-            row.group, row.collective, row.reduces, row.bytes, row.dtype, "blocking" if row.blocking else "async",
-            f"{row.ready_ms:.2f}", f"{row.start_ms:.2f}", f"{row.comm_ms:.3f}", f"{row.exposed_ms:.3f}",
-            "{convolutions:.0f} convolutions, {kernels:.0f} other kernels, {ms:.2f} ms".format(**row.hidden_behind),
-        ]
-        for row in found.collectives
-    ]  # fmt: skip
+    rows = []
+    for row in found.collectives:
+        what = [row.group, row.collective, row.reduces, row.bytes, row.dtype, "blocking" if row.blocking else "async"]
+        when = [f"{row.ready_ms:.2f}", f"{row.start_ms:.2f}", f"{row.comm_ms:.3f}", f"{row.exposed_ms:.3f}"]
+        hidden = "{convolutions:.0f} convolutions, {kernels:.0f} other kernels, {ms:.2f} ms".format(**row.hidden_behind)
+        rows.append([*what, *when, hidden])
     header = ["group", "collective", "reduces", "bytes", "dtype", "kind"]
     header += ["ready ms", "start ms", "takes ms", "exposed ms", "hidden behind"]
     total = found.summary

@@ -11,7 +11,7 @@ import numpy as np
 from trjax.config.run import Config
 from trjax.data.batches import eval_batches
 from trjax.data.sources import Source, load
-from trjax.run.trained import Which, read_state
+from trjax.run.trained import read_state
 from trjax.run.workdir import check_same_run
 from trjax.step.compile import compile_evaluation
 from trjax.step.evaluation import init_totals
@@ -45,7 +45,7 @@ def evaluate_source(
     return np.asarray(program.reduce_totals(totals), np.float64)
 
 
-def evaluate_run(config: Config, which: Which = "last") -> list[str]:
+def evaluate_run(config: Config) -> list[str]:
     """Evaluates a run's model, and its running means if it keeps them, on the devices named; changes nothing there.
 
     Returns:
@@ -57,7 +57,7 @@ def evaluate_run(config: Config, which: Which = "last") -> list[str]:
     if not config.workdir:
         raise ValueError("eval_only: which run? Pass its --workdir")
     check_same_run(config, Path(config.workdir))
-    saved, program, state, step = read_state(Path(config.workdir), which, config.platform, config.devices)
+    saved, program, state, step = read_state(Path(config.workdir), "last", config.platform, config.devices)
     source = load(replace(saved.data, root=config.data.root))[1]
     program, lines = compile_evaluation(program), []
     formats = (program.layouts.formats.params, program.layouts.formats.batch_stats)

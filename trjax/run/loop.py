@@ -132,10 +132,8 @@ def _write_bad_step(run: Run, step: int, first: int) -> None:
     epoch, position = divmod(first - 1, run.program.steps_per_epoch)
     batch, path = run.config.global_batch, run.workdir / BAD_STEP
     indices = epoch_order(run.config.seed, epoch, len(run.train_source))[position * batch : (position + 1) * batch]
-    found = {
-        "step": first - 1, "epoch": epoch, "devices": run.program.mesh.size, "indices": indices.tolist(),
-        "checkpoint": step,
-    }  # fmt: skip
+    found = {"step": first - 1, "epoch": epoch, "devices": run.program.mesh.size}
+    found |= {"indices": indices.tolist(), "checkpoint": step}
     path.with_suffix(".partial").write_text(json.dumps(found) + "\n", encoding="utf-8")
     path.with_suffix(".partial").replace(path)
 

@@ -207,11 +207,10 @@ def format_parts(parts: Parts, sources: Mapping[str, str]) -> str:
     named += [("waiting for input", parts.waiting), ("idle otherwise", parts.idle), ("step", parts.step)]
     rows = [[name, round(ms, 3), round(100 * ms / parts.step, 1)] for name, ms in named]
     table = format_table(["mean step of a device", "ms", "%"], rows)
-    kernels = [
-        [kernel.name[:40], round(kernel.count, 1), round(kernel.ms, 3), round(100 * kernel.ms / parts.step, 1),
-         sources.get(kernel.name, "")[-60:]]
-        for kernel in parts.kernels[:_MOST_KERNELS]
-    ]  # fmt: skip
+    kernels = []
+    for kernel in parts.kernels[:_MOST_KERNELS]:
+        numbers = [round(kernel.count, 1), round(kernel.ms, 3), round(100 * kernel.ms / parts.step, 1)]
+        kernels.append([kernel.name[:40], *numbers, sources.get(kernel.name, "")[-60:]])
     hidden = f"communication: {parts.communication:.3f} ms, {parts.communication - parts.exposed:.3f} of it hidden"
     return f"{table}\n{hidden}\n\n{format_table(['kernel', 'runs', 'ms', '%', 'comes from'], kernels)}"
 

@@ -90,11 +90,9 @@ class Run:
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """Yields this process's part of the batches of these steps."""
-        config = self.config
-        return train_batches(
-            self.train_source, config.global_batch, config.seed, start_step, end_step, config.last_batch,
-            self.program.rows,
-        )  # fmt: skip
+        config, rows = self.config, self.program.rows
+        recipe = self.train_source, config.global_batch, config.seed
+        return train_batches(*recipe, start_step, end_step, config.last_batch, rows)
 
 
 @dataclass

@@ -157,9 +157,7 @@ def list_tensors(params_shape: Any, segments: Sequence[str]) -> list[Tensor]:
     return sorted(tensors, key=lambda tensor: (tensor.segment, natural(tensor.name)), reverse=True)
 
 
-def _check(tensors: Mapping[str, Any], segments: Sequence[str], alignment_bytes: int) -> None:
-    if alignment_bytes < 4 or alignment_bytes % 4:
-        raise ValueError(f"alignment_bytes={alignment_bytes} is not a positive multiple of 4, the float32 size")
+def _check(tensors: Mapping[str, Any], segments: Sequence[str]) -> None:
     for name, leaf in tensors.items():
         if leaf.dtype != jnp.float32:
             raise ValueError(
@@ -181,16 +179,15 @@ def _passengers(stats: Mapping[str, Any], last_segment: int) -> tuple[Tensor, li
 
 
 def _tile(
-    name: str, members: Sequence[Tensor], launch_after: str, dtype: str, conv_order: ConvOrder,
-    alignment_elements: int, shards: int,
-) -> Group:  # fmt: skip
+    name: str, members: Sequence[Tensor], launch_after: str, dtype: str, conv_order: ConvOrder, shards: int
+) -> Group:
     offset, regions = 0, []
     for tensor in sorted(members, key=lambda tensor: list(Kind).index(tensor.kind)):  # stable: readiness in a kind
         elements = math.prod(tensor.shape)
         elements = elements if tensor.kind is Kind.R_RESULT else math.ceil(elements / shards)
         order = physical_order(tensor.shape, conv_order)
         regions.append(Region(tensor.name, tensor.kind, tensor.shape, order, offset, elements))
-        offset += math.ceil(elements / alignment_elements) * alignment_elements
+        offset += elements
     return Group(name, launch_after, tuple(regions), shards * offset, dtype, shards)
 
 
@@ -201,7 +198,6 @@ def make_plan(
     split: Split = two_groups,
     *,
     conv_order: ConvOrder = "OHWI",
-    alignment_bytes: int = 4,
     frozen: Container[str] = (),
     comm_dtype: str = "float32",
     shards: int = 1,
@@ -218,18 +214,16 @@ def make_plan(
         segments: segment names in forward order (trees come back from JAX with sorted keys).
         split: which gradients form a group.
         conv_order: physical order of rank-4 kernels.
-        alignment_bytes: every region starts at a multiple of this; 4 leaves no gap.
         frozen: names of the parameters that have no gradient.
         comm_dtype: element type in which gradients are reduced.
         shards: parts into which every buffer is laid out, each region padded to a multiple of them.
         bundled: False reduces results and every statistic by themselves.
 
     Raises:
-        ValueError: a parameter is not float32, a tree names an unknown segment, there is no parameter to train, or
-            the alignment is not a multiple of 4 bytes.
+        ValueError: a parameter is not float32, a tree names an unknown segment, or there is no parameter to train.
     """
     stats = name_leaves(batch_stats_shape)
-    _check(name_leaves(params_shape) | stats, segments, alignment_bytes)
+    _check(name_leaves(params_shape) | stats, segments)
     trained = [tensor for tensor in list_tensors(params_shape, segments) if tensor.name not in frozen]
     if not trained:
         raise ValueError("there are no parameters to train: the chain has none, or all are frozen")
@@ -248,8 +242,6 @@ def make_plan(
     launch_segment, tiled = len(segments) - 1, []
     for name, members in groups.items():  # none starts before one that is launched before it
         launch_segment = min(launch_segment, *(tensor.segment for tensor in members))
-        tiled.append(
-            _tile(name, members, segments[launch_segment], dtypes.get(name, "float32"), conv_order,
-                  alignment_bytes // 4, shards)
-        )  # fmt: skip
+        dtype = dtypes.get(name, "float32")
+        tiled.append(_tile(name, members, segments[launch_segment], dtype, conv_order, shards))
     return Plan(tuple(tiled), tuple(segments))
