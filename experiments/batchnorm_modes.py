@@ -79,7 +79,7 @@ def run(config: Config, program: Program, seed: int, initial: TrainState) -> Out
 
 def tabulate(config: Config, program: Program, outcomes: Sequence[Outcome], local_ms: float) -> dict[str, Any]:
     """Returns the columns of one mode at one batch; the step is compared with `local_ms`, 0: with itself."""
-    operations = list_operations(parse_module(cast(Compiled, program.train_step).as_text()))
+    operations = list_operations(parse_module(str(cast(Compiled, program.train_step).as_text())))
     reduced = [operation.size_bytes for operation in operations if operation.collective]
     step_ms = float(np.median(np.concatenate([outcome.seconds[WARMUP_STEPS:] for outcome in outcomes]))) * 1e3
     top1 = [100 * outcome.test_top1 for outcome in outcomes]

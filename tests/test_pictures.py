@@ -325,7 +325,7 @@ def test_a_run_keeps_what_was_found(own_cache: Path) -> None:
     assert resolve(DataConfig()) == DataConfig()
     spec = describe(DataConfig(source="imagenet"))  # to plan without it
     assert (spec.num_classes, spec.train_examples) == (1000, 1_281_167)
-    with pytest.raises(ValueError, match="leave all three out: they are what is found"):
+    with pytest.raises(ValueError, match="only data.source=synthetic takes all three; leave them out"):
         DataConfig(source="images", root="data", num_classes=3)
 
 

@@ -111,6 +111,7 @@ def test_any_file_is_a_configuration_or_named(content: bytes) -> None:
 @example("config", "")
 @example("preset", "")
 @example("freeze", "\udcff")
+@example("profile_steps", "\U00018d09")
 def test_any_word_for_any_option_is_taken_or_named(option: str, word: str) -> None:
     said = io.StringIO()
     code: object = 2

@@ -9,16 +9,10 @@ from typing import Any
 import pydantic
 import tomli_w
 
+from trjax.config.checks import describe_problem, one_line
 from trjax.config.run import Config
 
 _MAX_BYTES = 2**14  # of a file; written in full, one takes two thousand; tomllib needs the square of a dotted key
-_MAX_SHOWN = 100  # characters of what was given, in a message
-
-
-def _inline(text: str) -> str:
-    """Returns the text on one line and not too long, for a message."""
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _reason(error: Exception) -> str:
@@ -35,16 +29,10 @@ def _overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _describe(detail: Any) -> str:
-    """Returns what pydantic found wrong, on one line."""
-    option = _inline(".".join(str(part) for part in detail["loc"]))
-    if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{option}: unknown option"
-    if detail["type"] == "value_error":  # by a rule of ours, which names its options
-        after = " (in the file itself: the command's options come after)" if "pass --" in detail["msg"] else ""
-        return detail["msg"].removeprefix("Value error, ") + after
-    given = "" if isinstance(detail["input"], dict) else f", not {_inline(repr(detail['input']))}"
-    return f"{option}: {detail['msg']}{given}"
+def _describe(problem: Any) -> str:
+    """Returns one line that names an option and what is wrong with it."""
+    text = describe_problem(Config, problem)
+    return f"{text} (in the file itself: the command's options come after)" if "pass --" in text else text
 
 
 def config_from_table(table: dict[str, Any], base: Config, where: str) -> Config:
@@ -56,12 +44,12 @@ def config_from_table(table: dict[str, Any], base: Config, where: str) -> Config
     try:
         # No option is a date, and no table fits where a plain value belongs.
         text = json.dumps(_overlay(asdict(base), table), default=lambda date: {"date": str(date)})
-        return pydantic.TypeAdapter(Config).validate_json(text, strict=True)
+        return pydantic.TypeAdapter(Config).validate_json(text)
     except pydantic.ValidationError as error:
-        problems = [_describe(detail) for detail in error.errors(include_url=False)]
-        raise ValueError(f"{_inline(where)}: " + "; ".join(problems)) from None
+        problems = [_describe(problem) for problem in error.errors(include_url=False)]
+        raise ValueError(f"{one_line(where)}: " + "; ".join(problems)) from None
     except (ValueError, RecursionError) as error:  # JSON has no integers of thousands of digits, nor such depths
-        raise ValueError(f"{_inline(where)}: {_reason(error)}") from None
+        raise ValueError(f"{one_line(where)}: {_reason(error)}") from None
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
@@ -77,7 +65,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
         return tomllib.loads(content.decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read the configuration {_inline(str(path))}: {_reason(error)}") from error
+        raise ValueError(f"cannot read the configuration {one_line(str(path))}: {_reason(error)}") from error
 
 
 def config_to_toml(config: Config) -> str:

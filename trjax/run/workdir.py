@@ -6,21 +6,25 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from trjax.config.fields import MAY_CHANGE
 from trjax.config.run import Config
 from trjax.config.toml import config_from_table, config_to_toml, read_table
 
-_MAY_CHANGE = {
-    "preset", "devices", "platform", "epochs", "reducer", "bucket_mb", "hosts", "nccl", "link_gbytes", "log_every",
-    "deterministic", "save_every", "max_bad_steps", "watchdog_seconds", "workdir", "data.root", "data.workers",
-    "data.on_error",
-    "init_from", "tensorboard", "steps_per_dispatch", "profile_steps", "keep",
-    "keep_compiled", "remat",
-}  # fmt: skip
-"""Options that a resumed run may be given anew; another value of any other would make it another run."""
+
+def options_that_may_change(options: Any = Config, prefix: str = "") -> set[str]:
+    """Returns the dotted names of the options that may differ when a run is resumed, as their fields declare."""
+    names: set[str] = set()
+    for field in fields(options):
+        kind: Any = field.type
+        if is_dataclass(kind):
+            names |= options_that_may_change(kind, f"{prefix}{field.name}.")
+        elif MAY_CHANGE in get_args(kind):
+            names.add(prefix + field.name)
+    return names
 
 
 def flat_options(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -47,10 +51,11 @@ def check_same_run(config: Config, workdir: Path) -> None:
     """Raises ValueError if a folder holds a run with other options, and names them."""
     saved = flat_options(asdict(read_config(workdir)))
     given = flat_options(asdict(config))
+    may_change = options_that_may_change()
     differing = [
         f"{option} is {saved[option]!r} there and {value!r} here"
         for option, value in given.items()
-        if option not in _MAY_CHANGE and saved[option] != value
+        if option not in may_change and saved[option] != value
     ]
     if differing:
         raise ValueError(
