@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from machines import compile_program, h100s, mesh_of, reference_config
+from machines import compile_checked, h100s, mesh_of, reference_config
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -123,7 +123,7 @@ def inspect(config: Config, name: str, mesh: Mesh, machine: Machine) -> Report:
     program = make_program(config if ordinary else replace(config, reducer=name), mesh)  # type: ignore[arg-type]
     if ordinary:
         program = use_ordinary_step(config, program, name)  # type: ignore[arg-type]
-    compiled = compile_program(program, name)
+    compiled = compile_checked(program, name)
     if ordinary:
         return analyze_step(compiled, machine, config.global_batch)
     expected = expect(config, program.plan, machine.topology)

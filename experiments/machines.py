@@ -55,7 +55,7 @@ def compiling(name: str) -> Iterator[None]:
         raise ValueError(f"{name} does not compile: {str(error).splitlines()[0]}") from error
 
 
-def compile_program(program: Program, name: str) -> Compiled:
+def compile_checked(program: Program, name: str) -> Compiled:
     """Returns the compiled step of a program; raises ValueError if it does not compile."""
     with compiling(name):
         return compile_lowered(lower_step(program))
@@ -63,7 +63,7 @@ def compile_program(program: Program, name: str) -> Compiled:
 
 def compile_for(machine: Machine, config: Config) -> Compiled:
     """Returns the compiled step of a run on a machine; raises ValueError if it does not compile."""
-    return compile_program(make_program(config, mesh_of(machine)), config.reducer)
+    return compile_checked(make_program(config, mesh_of(machine)), config.reducer)
 
 
 def replay_on(machine: Machine, compiled: Compiled, config: Config, plan: Plan | None = None) -> Report:

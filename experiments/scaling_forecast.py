@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from compare_programs import make_ordinary_step
-from machines import compile_for, compile_program, mesh_of, reference_config, replay_on
+from machines import compile_checked, compile_for, mesh_of, reference_config, replay_on
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -122,7 +122,7 @@ def compile_step(config: Config, name: str, machine: Machine) -> Compiled:
     mesh = mesh_of(machine)
     program = make_program(config, mesh)
     step = make_ordinary_step(config, program.gradients.chain, mesh, "pmean")
-    return compile_program(replace(program, steps={(0, 1): step}), name)
+    return compile_checked(replace(program, steps={(0, 1): step}), name)
 
 
 def forecast(config: Config, variants: Sequence[Variant], sizes: Sequence[int]) -> Iterator[Row]:

@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import jax
 import numpy as np
+import pooch
 import pytest
 from PIL import Image
 
@@ -175,9 +177,9 @@ def test_stats_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         0,
         "train: 5 pictures of 3 classes; 5 of them looked at\n"
         "                     min  median  max\n"
-        "pictures of a class  1    1       3\n"
-        "width                10   30      60\n"
-        "height               10   20      80\n"
+        "pictures of a class    1       1    3\n"
+        "width                 10      30   60\n"
+        "height                10      20   80\n"
         "mean of red, green, blue in [0, 1]: 0.5000, 0.0000, 0.2000\n"
         "std of red, green, blue in [0, 1]: 0.5000, 0.0000, 0.0000\n"
         "1 damaged:\n"
@@ -185,7 +187,7 @@ def test_stats_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     )
     _, said = run(capsys, "stats", "src", "--most", "2")  # the first and the third
     assert "5 pictures of 3 classes; 2 of them looked at" in said
-    assert "width                40   50      60" in said
+    assert "width                 40      50   60" in said
 
 
 def test_stats_of_what_is_packed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,8 +196,8 @@ def test_stats_of_what_is_packed(capsys: pytest.CaptureFixture[str]) -> None:
     _, said = run(capsys, "stats", "dst")
     train, val = said.split("\n\n")
     assert "train: 3 pictures of 2 classes; 3 of them looked at" in train
-    assert "pictures of a class  1    1.5     2" in train
-    assert "height               15   15      15" in val
+    assert "pictures of a class    1     1.5    2" in train
+    assert "height                15      15   15" in val
 
 
 @dataclass
@@ -316,6 +318,16 @@ def test_a_connection_that_breaks_is_made_again() -> None:
         download.download("cifar10", Path("dst"), [site.url])
         assert [wanted for _, wanted in site.asked] == ["", "bytes=400000-", "bytes=700000-"]
     assert FILE.read_bytes() == CONTENT
+
+
+def test_pooch_starts_again_from_the_first_byte() -> None:
+    with serving(Site(cuts=[400_000])) as site:
+        fetch = partial(pooch.retrieve, f"{site.url}{FILE.name}", f"md5:{hashlib.md5(CONTENT).hexdigest()}", FILE.name)
+        with pytest.raises(IOError, match="IncompleteRead"):
+            fetch("dst")
+        assert os.listdir("dst") == []
+        fetch("dst")
+        assert [wanted for _, wanted in site.asked] == ["", ""]
 
 
 def test_a_server_that_always_breaks_off_is_given_up_and_what_came_is_kept() -> None:

@@ -13,7 +13,7 @@ from helpers import DATA, tiny_config
 from trjax.config.run import DataConfig
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch
-from trjax.data.mixing import Inputs, mix, smooth_labels, swap_neighbours
+from trjax.data.mixing import Inputs, mix, swap_neighbours
 from trjax.data.sources import describe
 from trjax.keys import example_keys
 from trjax.mesh import make_mesh
@@ -21,6 +21,10 @@ from trjax.step.program import make_program
 from trjax.step.scores import score
 
 SIZE, CLASSES = 64, 10
+
+
+def smooth(labels: jax.Array) -> jax.Array:
+    return optax.smooth_labels(jax.nn.one_hot(labels, CLASSES), 0.1)
 
 
 def batch_of(size: int, real: int | None = None) -> Batch:
@@ -34,7 +38,7 @@ def mixed(real: int | None = None, **options: Any) -> tuple[Inputs, np.ndarray, 
     """Images that are 1 everywhere in even places and 0 in odd ones, mixed; with the targets before."""
     block = batch_of(SIZE, real)
     images = np.broadcast_to((np.arange(SIZE) % 2 == 0)[:, None, None, None], (SIZE, 8, 8, 3)).astype(np.float32)
-    targets = np.asarray(smooth_labels(jnp.asarray(block.labels), CLASSES, 0.1))
+    targets = np.asarray(smooth(jnp.asarray(block.labels)))
     keys = example_keys(jax.random.key(3), jnp.asarray(block.indices))
     made = mix(keys, jnp.asarray(images), jnp.asarray(targets), block, replace(DATA, **options))
     return jax.tree.map(np.asarray, made), targets, block
@@ -96,7 +100,7 @@ def test_smoothed_cross_entropy_is_the_one_of_the_paper() -> None:
     """(1 - e) CE(label) + e mean over classes of CE(class)."""
     random = np.random.default_rng(0)
     logits, labels = jnp.asarray(random.normal(size=(6, CLASSES)).astype(np.float32)), jnp.arange(6)
-    loss, results = score(logits, labels, jnp.ones(6), smooth_labels(labels, CLASSES, 0.1))
+    loss, results = score(logits, labels, jnp.ones(6), smooth(labels))
     own = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     even = -jax.nn.log_softmax(logits).mean(1)
     np.testing.assert_allclose(loss, (0.9 * own + 0.1 * even).sum(), rtol=1e-6)

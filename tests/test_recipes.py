@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.training.dynamic_scale import DynamicScale
 from helpers import CIFAR_COUNT, DATA, one_block_chain, shrink_cifar, spread, tiny_config, write_cifar
 from PIL import Image
 from safetensors.numpy import load_file
@@ -203,6 +204,15 @@ def test_the_loss_scale_falls_with_an_overflow_and_grows_with_good_steps() -> No
     assert path == [(8, GROWTH_STEPS - 1), (16, 0), (16, 1), (8, 0), (4, 0), (2, 0), (1, 0), (1, 0), (1, 0)]
     large: Any = {"scale": jnp.float32(LARGEST_SCALE), "good_steps": jnp.int32(GROWTH_STEPS)}
     assert next_loss_scale(large, jnp.bool_(True))["scale"] == LARGEST_SCALE
+
+
+def test_flax_knows_no_largest_loss_scale_and_takes_no_gradients_of_others() -> None:
+    theirs = DynamicScale(growth_interval=1, fin_steps=1, scale=LARGEST_SCALE)
+    grown, finite, _, _ = theirs.value_and_grad(lambda x: 0 * x)(jnp.float32(1))
+    assert finite
+    assert grown.scale == 2 * LARGEST_SCALE
+    methods = {name for name, member in vars(DynamicScale).items() if callable(member) and not name.startswith("_")}
+    assert methods <= {"value_and_grad", "replace"}
 
 
 @pytest.mark.parametrize("reducer", ["two_group", pytest.param("zero1", marks=pytest.mark.slow)])

@@ -19,6 +19,7 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from filelock import FileLock
 from PIL import Image
 
 from trjax.data import pack as packing
@@ -449,6 +450,12 @@ def test_two_packs_do_not_write_the_same_files() -> None:
     assert refused("src", "dst") == "dst/train: another pack is at work there"
     os.close(descriptor)
     assert len(packed()) == 2
+
+
+def test_filelock_locks_no_folder() -> None:
+    Path("dst").mkdir()
+    with pytest.raises(IsADirectoryError):
+        FileLock("dst", blocking=False).acquire()
 
 
 def test_progress_comes_to_all_pictures() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -252,6 +253,22 @@ def test_a_second_run_in_the_same_folder_is_refused(capsys: pytest.CaptureFixtur
     assert re.search(r"workdir=run is in use by process \d+ on \S", capsys.readouterr().err)
     assert {path.name for path in Path("run").iterdir()} == {"lock"}
     assert main([*TINY, "--epochs", "1", "--workdir", "run"]) == 0
+
+
+def test_the_lock_names_its_process_and_goes_with_it() -> None:
+    code = (
+        "import time; from pathlib import Path; from trjax.run.workdir import lock_workdir\n"
+        "with lock_workdir(Path('.')): print('locked', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        owner = f"workdir=. is in use by process {holder.pid} on {socket.gethostname()}"
+        with pytest.raises(ValueError, match=re.escape(owner)), lock_workdir(Path()):
+            pass
+        holder.kill()
+    with lock_workdir(Path()):
+        assert Path("lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def test_a_full_disk_ends_the_run_and_harms_nothing(

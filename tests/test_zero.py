@@ -18,6 +18,7 @@ from trjax.data.sources import load
 from trjax.mesh import make_mesh
 from trjax.run.checkpoints import About, Checkpoints, decode
 from trjax.step.compile import lower_step
+from trjax.step.optim import clip_by_global_norm, scale_by_lars, scale_by_trust_ratio
 from trjax.step.program import Program, make_program
 from trjax.step.zero import check_elementwise
 from trjax.xla.compiled import compile_lowered
@@ -97,6 +98,30 @@ def test_checkpoints_are_the_same_for_every_reducer(tmp_path: Path) -> None:
         went_on = then.layouts.unload(run(then, then.layouts.load(restored), 1))
         expected = first.layouts.unload(run(first, state, 1))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=EXACT), went_on, expected)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("theirs", "make"),
+    [
+        (optax.clip_by_global_norm(0.5), lambda total: clip_by_global_norm(0.5, total)),
+        (optax.scale_by_trust_ratio(), lambda total: scale_by_trust_ratio(True, total)),
+        (optax.scale_by_trust_ratio(trust_coefficient=0.1), lambda total: scale_by_lars(0.1, 0.0, True, total)),
+    ],
+    ids=["clip", "lamb", "lars"],
+)
+def test_optax_takes_the_norm_of_each_shard_alone(theirs: optax.GradientTransformation, make: Any) -> None:
+    """Two shards of one kernel, each on a device: ours equals the update of the whole kernel, optax's does not."""
+    gradients, params = np.random.default_rng(0).normal(size=(2, 8, 4)).astype(np.float32)
+    gradients[:4] *= 5
+
+    def on_shards(optimizer: optax.GradientTransformation) -> np.ndarray:
+        update = jax.vmap(lambda *leaves: optimizer.update(leaves[0], optax.EmptyState(), leaves[1])[0], axis_name="x")
+        return np.asarray(update(gradients.reshape(2, 4, 4), params.reshape(2, 4, 4))).reshape(8, 4)
+
+    whole, _ = theirs.update(gradients, optax.EmptyState(), params)
+    np.testing.assert_allclose(on_shards(make(lambda squares: jax.lax.psum(squares, "x"))), whole, rtol=1e-5)
+    assert np.abs(on_shards(theirs) - whole).max() > 0.1 * np.abs(whole).max()
 
 
 PARAMS = {"kernel": jax.ShapeDtypeStruct((300, 200), jnp.float32), "bias": jax.ShapeDtypeStruct((200,), jnp.float32)}

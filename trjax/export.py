@@ -13,6 +13,7 @@ from jax import export as jax_export
 from safetensors.numpy import save
 
 from trjax.commands import run_command
+from trjax.files import atomic_write
 from trjax.models.batchnorm import fold_batchnorm
 from trjax.models.weights import import_torch, to_torch
 from trjax.run.trained import SavedModel, Which, open_model, predict
@@ -61,16 +62,15 @@ def export(options: Options) -> str:
             "network with these weights; use safetensors or stablehlo"
         )
     path = Path(options.out) if options.out else options.run / f"model.{_ENDINGS[options.format]}"
-    partial = path.with_name(f"{path.name}.partial")
-    if options.format == "stablehlo":
-        partial.write_bytes(export_stablehlo(model))
-    elif options.format == "torchvision":
-        torch, arrays = import_torch("format=torchvision"), to_torch(model.params, model.batch_stats)
-        torch.save({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, partial)
-    else:
-        about = {"step": str(model.step), "arch": model.config.model.arch, "preset": model.config.preset}
-        partial.write_bytes(save(to_torch(model.params, model.batch_stats), about))
-    partial.replace(path)
+    with atomic_write(path) as partial:
+        if options.format == "stablehlo":
+            partial.write_bytes(export_stablehlo(model))
+        elif options.format == "torchvision":
+            torch, arrays = import_torch("format=torchvision"), to_torch(model.params, model.batch_stats)
+            torch.save({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, partial)
+        else:
+            about = {"step": str(model.step), "arch": model.config.model.arch, "preset": model.config.preset}
+            partial.write_bytes(save(to_torch(model.params, model.batch_stats), about))
     means = ", running means" if model.is_mean else ""
     return f"{path}: {model.config.model.arch} at step {model.step}{means}, {path.stat().st_size:,} bytes"
 

@@ -16,6 +16,7 @@ from trjax.config.run import Config
 from trjax.data.batches import epoch_order, read_batch
 from trjax.data.names import class_names
 from trjax.data.sources import describe, load
+from trjax.files import atomic_write
 from trjax.mesh import start_platform
 from trjax.step.limits import count_examples
 from trjax.step.program import make_prepare
@@ -134,9 +135,8 @@ def preview(arguments: Sequence[str]) -> str:
     start_platform("cpu", "all")  # no GPU is needed
     shown = read_inputs(config, options.count, options.epoch - 1)
     sheet = draw_sheet(shown, class_names(config.data, shown.targets.shape[1]))
-    partial = path.with_name(f"{path.name}.partial")
-    sheet.save(partial, "PNG")
-    partial.replace(path)
+    with atomic_write(path) as partial:
+        sheet.save(partial, "PNG")
     count, height, width, _ = shown.images.shape
     return f"{path}: {count} training images of {height}x{width}, epoch {options.epoch}, seed {config.seed}"
 

@@ -11,6 +11,7 @@ import tyro
 from trjax.config.presets import PRESETS, preset_config
 from trjax.config.run import Config
 from trjax.config.toml import config_from_table, read_table
+from trjax.text import describe_error
 
 Own = TypeVar("Own")
 
@@ -21,8 +22,7 @@ def _saved_config(workdir: str) -> Path | None:
     try:
         return saved if saved.is_file() else None
     except (OSError, ValueError) as error:  # too long a name, no permission; NUL
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"workdir={workdir!r} cannot be used: {reason}") from error
+        raise ValueError(f"workdir={workdir!r} cannot be used: {describe_error(error)}") from error
 
 
 def _base_config(arguments: Sequence[str]) -> Config:

@@ -11,14 +11,9 @@ import tomli_w
 
 from trjax.config.checks import describe_problem, one_line
 from trjax.config.run import Config
+from trjax.text import describe_error
 
 _MAX_BYTES = 2**14  # of a file; written in full, one takes two thousand; tomllib needs the square of a dotted key
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "tables or arrays are nested too deeply"
-    return str(error.strerror) if isinstance(error, OSError) else str(error)
 
 
 def _overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +44,7 @@ def config_from_table(table: dict[str, Any], base: Config, where: str) -> Config
         problems = [_describe(problem) for problem in error.errors(include_url=False)]
         raise ValueError(f"{one_line(where)}: " + "; ".join(problems)) from None
     except (ValueError, RecursionError) as error:  # JSON has no integers of thousands of digits, nor such depths
-        raise ValueError(f"{one_line(where)}: {_reason(error)}") from None
+        raise ValueError(f"{one_line(where)}: {describe_error(error)}") from None
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
         return tomllib.loads(content.decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read the configuration {one_line(str(path))}: {_reason(error)}") from error
+        raise ValueError(f"cannot read the configuration {one_line(str(path))}: {describe_error(error)}") from error
 
 
 def config_to_toml(config: Config) -> str:

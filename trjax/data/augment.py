@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from trjax.config.run import DataConfig
 from trjax.data.batches import Batch
-from trjax.data.mixing import Inputs, mix, smooth_labels
+from trjax.data.mixing import Inputs, mix
 from trjax.data.spec import DataSpec
 from trjax.data.trivial import apply_operation, draw_operation
 from trjax.keys import Stream, example_keys, stream_key
@@ -72,7 +73,7 @@ def make_augment(data: DataConfig, spec: DataSpec, seed: int, smoothing: float =
             images = jax.image.resize(images, (len(images), size, size, images.shape[-1]), "linear")
         if not (smoothing or data.mixes):
             return Inputs(images)
-        targets = smooth_labels(block.labels, spec.num_classes, smoothing)
+        targets = optax.smooth_labels(jax.nn.one_hot(block.labels, spec.num_classes), smoothing)
         if not data.mixes:
             return Inputs(images, targets)
         return mix(keys_of("mix", block, epoch), images, targets, block, data)

@@ -19,11 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from trjax.text import describe_error
+
 Examples = tuple[np.ndarray, np.ndarray]
 Read = Callable[[str, int], bytes]
 """Maps a file's name and the most bytes to read of it to its content."""
 
-_HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
+HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
+"""The page of both sets, in whose folder the archives are."""
 _PIXELS = 32 * 32 * 3
 _GZIP_START = b"\x1f\x8b"
 _AROUND_BYTES = 2**20  # of an archive: headers, readme, names of the classes; they take 50 kB
@@ -121,20 +124,14 @@ def _most_bytes(num_examples: int, layout: _Layout) -> int:
     return num_examples * (layout.label_bytes + _PIXELS if layout.label_bytes else 2 * _PIXELS + 256) + 4096
 
 
-def _reason(error: Exception) -> str:
-    """Returns what an error says, on one line."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split()) or type(error).__name__
-
-
 def _read_file(name: str, num_examples: int, layout: _Layout, read: Read, where: str) -> Examples:
     """Returns the images, shape (examples, 32, 32, 3) uint8, and int32 labels of one file, checked."""
-    expected = f"expected {num_examples} examples of 3072 bytes; get {layout.archive} again from {_HOME}"
+    expected = f"expected {num_examples} examples of 3072 bytes; get {layout.archive} again from {HOME}"
     most = _most_bytes(num_examples, layout)
     try:
         content = read(name, most + 1)
     except (OSError, KeyError, tarfile.TarError) as error:
-        raise ValueError(f"{where}: {name} is missing or unreadable ({_reason(error)}); {expected}") from None
+        raise ValueError(f"{where}: {name} is missing or unreadable ({describe_error(error)}); {expected}") from None
     try:
         if len(content) > most:
             raise ValueError(f"it holds more than {most} bytes")
@@ -144,7 +141,7 @@ def _read_file(name: str, num_examples: int, layout: _Layout, read: Read, where:
         if labels.min() < 0 or labels.max() >= layout.num_classes:
             raise ValueError(f"labels are not all in 0-{layout.num_classes - 1}")
     except Exception as error:  # damaged pickles raise nearly anything
-        raise ValueError(f"{where}: {name} is damaged ({_reason(error)}); {expected}") from error
+        raise ValueError(f"{where}: {name} is damaged ({describe_error(error)}); {expected}") from error
     images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(images), labels.astype(np.int32)
 
@@ -193,7 +190,9 @@ def _read_archive(layout: _Layout, path: Path) -> tuple[Examples, Examples]:
     try:
         archive = _unpack(layout, path)
     except Exception as error:
-        raise ValueError(f"{path} is damaged ({_reason(error)}); get {layout.archive} again from {_HOME}") from error
+        raise ValueError(
+            f"{path} is damaged ({describe_error(error)}); get {layout.archive} again from {HOME}"
+        ) from error
     # Only named members are read, into memory: nothing in the archive decides what is written where.
     return _read_layout(layout, read, str(path))
 
@@ -222,18 +221,18 @@ def load_cifar(name: str, root: str) -> tuple[Examples, Examples]:
     layouts = _LAYOUTS[name]
     wanted = ", ".join(f"{layout.folder}/ or {layout.archive}" for layout in layouts)
     if not root:
-        raise ValueError(f"data.source={name} needs --data.root: a folder with {wanted}; get one from {_HOME}")
+        raise ValueError(f"data.source={name} needs --data.root: a folder with {wanted}; get one from {HOME}")
     try:
         folder = Path(root).expanduser()
         if not folder.is_dir():
-            raise ValueError(f"data.root={root} is not a folder; expected one with {wanted}; get one from {_HOME}")
+            raise ValueError(f"data.root={root} is not a folder; expected one with {wanted}; get one from {HOME}")
         found = _find(layouts, folder)
     except (OSError, RuntimeError) as error:  # too long a name, no permission; no such home
         raise ValueError(
-            f"data.root={root} cannot be used ({_reason(error)}); expected a folder with {wanted}"
+            f"data.root={root} cannot be used ({describe_error(error)}); expected a folder with {wanted}"
         ) from error
     if found is None:
-        raise ValueError(f"data.root={root} holds no {name}; expected {wanted}; get one from {_HOME}")
+        raise ValueError(f"data.root={root} holds no {name}; expected {wanted}; get one from {HOME}")
     layout, path = found
     if path.name == layout.archive:
         return _read_archive(layout, path)

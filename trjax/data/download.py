@@ -1,15 +1,20 @@
 """CIFAR's archives from the network: taken up again where they were cut off, kept only if their checksum is right."""
 
+# pooch deletes a file that was cut off and starts again from its first byte; here `.partial` is resumed by Range.
+
 import hashlib
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 from urllib.request import Request, urlopen
+
+from trjax.data.cifar import HOME
+from trjax.files import partial_path, sync
+from trjax.text import describe_error
 
 TIMEOUT_SECONDS = 30.0
 """For which nothing may come."""
@@ -33,9 +38,8 @@ class Archive:
     urls: tuple[str, ...]
 
 
-_HOME = "https://www.cs.toronto.edu/~kriz/"
 ARCHIVES = {
-    name: Archive(file, md5, (_HOME + file,))
+    name: Archive(file, md5, (urljoin(HOME, file),))
     for name, file, md5 in (
         ("cifar10", "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
         ("cifar100", "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
@@ -56,10 +60,6 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(getattr(error, "reason", error)).split()) or type(error).__name__
-
-
 def _receive(url: str, path: Path, tell: Tell) -> str:
     """Adds to a file what is missing of it; returns why that is not all of it, or "".
 
@@ -76,7 +76,8 @@ def _receive(url: str, path: Path, tell: Tell) -> str:
         error.close()
         return "" if start and error.code == _NO_SUCH_RANGE else f"{error.code} {error.reason}"  # or it is all there
     except (OSError, HTTPException) as error:
-        return _reason(error)
+        cause = getattr(error, "reason", error)  # of a URLError, often another error
+        return describe_error(cause) if isinstance(cause, Exception) else str(cause)
     with response:
         resumed = response.status == 206
         if resumed and not re.match(rf"bytes {start}-", response.headers.get("Content-Range", "")):
@@ -88,7 +89,7 @@ def _receive(url: str, path: Path, tell: Tell) -> str:
                 try:
                     chunk = response.read(_CHUNK_BYTES)
                 except (OSError, HTTPException) as error:
-                    return _reason(error)
+                    return describe_error(error)
                 if not chunk:
                     return f"cut off after {done:,} of {total:,} bytes" if done < total else ""
                 file.write(chunk)
@@ -153,11 +154,10 @@ def download(name: str, target: Path, mirrors: Sequence[str] = (), tell: Tell = 
         if _md5_of(path) == archive.md5:
             return f"{path} is there already, and whole"
         path.replace(path.with_name(f"{path.name}.damaged"))
-    partial, reasons = path.with_name(f"{path.name}.partial"), []
+    partial, reasons = partial_path(path), []
     for url in urls:
         if not (reason := _fetch(url, partial, archive.md5, tell)):
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(partial)
             partial.replace(path)
             return f"{path}: {path.stat().st_size:,} bytes from {url}, MD5 {archive.md5}"
         reasons.append(f"{url}: {reason}")

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -11,6 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from trjax.data.pictures import Encoded
+from trjax.files import atomic_write
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Of files that are taken for pictures, in small or large letters; all others are passed over."""
@@ -137,17 +139,14 @@ def _cache_path(folder: Path) -> Path:
 
 
 def _write_cache(path: Path, files: Files, seen: dict[str, int]) -> None:
-    """Remembers what was found; where that cannot be written, the next start walks again."""
+    """Caches the index; if the cache cannot be written, the next start lists the folder again."""
     about = json.dumps({"format": _FORMAT, "classes": files.classes, "seen": seen}).encode()
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
+    about_bytes, names = np.frombuffer(about, np.uint8), np.frombuffer(files.names, np.uint8)
+    own = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may start at once
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            text, names = np.frombuffer(about, np.uint8), np.frombuffer(files.names, np.uint8)
-            np.savez(file, about=text, labels=files.labels, ends=files.ends, names=names)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
+        with atomic_write(path, partial=own), own.open("wb") as file:
+            np.savez(file, about=about_bytes, labels=files.labels, ends=files.ends, names=names)
 
 
 def _read_cache(path: Path, folder: Path) -> Files | None:

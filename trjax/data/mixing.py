@@ -1,7 +1,6 @@
-"""What an example is mixed with, and the targets that follow: label smoothing, mixup, CutMix.
+"""Mixing of examples and their targets: mixup, CutMix.
 
-Sources: Szegedy et al., "Rethinking the Inception Architecture", 2016 (smoothing); Zhang et al., "mixup: Beyond
-Empirical Risk Minimization", 2018; Yun et al., "CutMix", 2019.
+Sources: Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018; Yun et al., "CutMix", 2019.
 """
 
 from typing import Any, NamedTuple
@@ -26,15 +25,6 @@ class Inputs(NamedTuple):
 
     images: Any
     targets: Any = None
-
-
-def smooth_labels(labels: jax.Array, num_classes: int, smoothing: float) -> jax.Array:
-    """Returns targets, shape (examples, classes), with `smoothing` of each spread evenly over all classes.
-
-    >>> smooth_labels(jnp.array([1]), 4, 0.2).tolist()
-    [[0.05000000074505806, 0.8500000238418579, 0.05000000074505806, 0.05000000074505806]]
-    """
-    return (1 - smoothing) * jax.nn.one_hot(labels, num_classes) + smoothing / num_classes
 
 
 def swap_neighbours(leaf: jax.Array) -> jax.Array:

@@ -43,6 +43,7 @@ from trjax.data.shards import (
     write_json,
 )
 from trjax.data.splits import SPLITS, find_splits
+from trjax.files import atomic_write
 
 _SAMPLE = 64  # pictures that tell one source from another, and how large a picture gets
 _AT_A_TIME = 1024  # pictures that wait to be written, at most
@@ -188,26 +189,24 @@ def _write_records(path: Path, converted: Iterator[bytes | LeftOut], done: Calla
                 attempt(writer.write, record)
             done(count)
         attempt(writer.close)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
     except BaseException:
         with suppress(RuntimeError):
             writer.close()
-        path.unlink(missing_ok=True)
         raise
     return left_out
 
 
 def _write_shard(files: Files, folder: Path, how: How, name: str, indices: range, report: Report) -> Shard:
     """Packs a shard, and notes that it is complete."""
-    path, unfinished = folder / name, folder / f"{name}.partial"
-    with closing(in_order(partial(_convert, files, how), indices, how.workers)) as converted:
-        left_out = _write_records(
-            unfinished, converted, lambda count: report(folder.name, indices.start + count, len(files))
-        )
-    with unfinished.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    unfinished.replace(path)
+    path = folder / name
+    convert = partial(_convert, files, how)
+    with atomic_write(path, durable=True) as unfinished:
+        with closing(in_order(convert, indices, how.workers)) as converted:
+            left_out = _write_records(
+                unfinished, converted, lambda count: report(folder.name, indices.start + count, len(files))
+            )
+        with unfinished.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     shard = Shard(name, len(indices) - len(left_out), path.stat().st_size, digest, tuple(left_out))
     write_json(folder / f"{name}.json", shard)
     return shard
@@ -235,6 +234,7 @@ def _locked(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: one is in it.
     """
+    # filelock locks a file, never the folder itself, and would leave that file among the shards.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # some file systems lock no folders

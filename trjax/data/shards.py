@@ -19,6 +19,7 @@ from typing import Any
 from array_record.python.array_record_module import ArrayRecordReader
 
 from trjax.data.pictures import Encoded
+from trjax.files import atomic_write
 
 INDEX = "index.json"
 """Names the shards of a split that is packed to its end."""
@@ -139,14 +140,9 @@ def decode_record(record: bytes) -> tuple[str, Encoded]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a dataclass as a JSON file, whole or not at all, and for good: it outlives a power cut."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="ascii") as file:
-        json.dump({"format": FORMAT} | asdict(content), file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    """Writes a dataclass as a JSON file, complete or not at all, even if the power fails."""
+    with atomic_write(path, durable=True) as partial:
+        partial.write_text(json.dumps({"format": FORMAT} | asdict(content), indent=1) + "\n", encoding="ascii")
 
 
 def make_shard(table: Mapping[str, Any]) -> Shard:

@@ -201,45 +201,26 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.3g} bytes"
 
 
-def _right(header: str, cells: Sequence[str]) -> list[str]:
-    """Returns a column, header first, with every text moved to the right."""
-    width = max(map(len, (header, *cells)))
-    return [text.rjust(width) for text in (header, *cells)]
-
-
-def _table(columns: Sequence[Sequence[str]]) -> str:
-    header, *rows = zip(*columns, strict=True)
-    return format_table(header, rows)
-
-
 def _format_costs(found: Mapping[str, Cost], call_seconds: float) -> str:
-    costs = found.values()
-    columns = {
-        "bytes a rank": [f"{cost.bytes_per_rank:,.0f}" for cost in costs],
-        "steps": [f"{cost.steps:,}" for cost in costs],
-        "calls": [f"{cost.calls}" for cost in costs],
-        "ms": [f"{(cost.seconds + cost.calls * call_seconds) * 1e3:,.3f}" for cost in costs],
-    }
-    return _table([["algorithm", *found], *map(_right, columns, columns.values())])
+    rows = []
+    for name, cost in found.items():
+        seconds = cost.seconds + cost.calls * call_seconds
+        rows.append([name, f"{cost.bytes_per_rank:,.0f}", f"{cost.steps:,}", cost.calls, f"{seconds * 1e3:,.3f}"])
+    return format_table(["algorithm", "bytes a rank", "steps", "calls", "ms"], rows)
 
 
 def _format_scaling(machine: Machine, options: CostOptions, compute_seconds: float) -> str:
     """Returns the efficiency of a step at every number of ranks, with the fastest AllReduce at each."""
-    rows = [("1", "-", 0.0, 0.0, 1.0, 1.0)]
+    rows = [["1", "-", "0.000", "0.000", "100.0%", "1.0"]]
     for ranks in _world_sizes(options):
         name, seconds = _fastest(options.bytes, _at(machine, ranks, options), options.channels)
         seconds += options.call_us / 1e6
         exposed = max(0.0, seconds - options.hidden_ms / 1e3)
+        milliseconds = [f"{each * 1e3:,.3f}" for each in (seconds, exposed)]
         share = predict_efficiency(compute_seconds, exposed)
-        rows.append((f"{ranks}", name, seconds, exposed, share, predict_speedup(ranks, compute_seconds, exposed)))
-    ranks_cells, names, taken, exposed_cells, shares, speedups = zip(*rows, strict=True)
-    columns = {
-        "ms": [f"{seconds * 1e3:,.3f}" for seconds in taken],
-        "exposed ms": [f"{seconds * 1e3:,.3f}" for seconds in exposed_cells],
-        "efficiency": [f"{share:.1%}" for share in shares],
-        "does the work of": [f"{speedup:,.1f}" for speedup in speedups],
-    }
-    return _table([_right("ranks", ranks_cells), ["fastest", *names], *map(_right, columns, columns.values())])
+        speedup = predict_speedup(ranks, compute_seconds, exposed)
+        rows.append([f"{ranks}", name, *milliseconds, f"{share:.1%}", f"{speedup:,.1f}"])
+    return format_table(["ranks", "fastest", "ms", "exposed ms", "efficiency", "does the work of"], rows)
 
 
 def describe_costs(arguments: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ there under its name and has that digest is whole. It is written while training 
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
+from trjax.files import atomic_write, partial_path, sync
 from trjax.step.state import TrainState
 
 _ABOUT = "trjax"
@@ -103,10 +103,6 @@ def _digest_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
-def _partial_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
-
-
 def _read_whole(path: Path) -> bytes:
     """Returns the bytes of a checkpoint.
 
@@ -125,30 +121,6 @@ def _read_whole(path: Path) -> bytes:
 
 def _digest_line(data: bytes, path: Path) -> bytes:
     return f"{hashlib.sha256(data).hexdigest()}  {path.name}\n".encode()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Puts a file into its place whole: what was there before stays until all of it is on the disk."""
-    partial = _partial_path(path)
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Has the names in a folder on the disk, as their contents are."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @jax.jit
@@ -251,12 +223,13 @@ class Checkpoints:
 
     def _commit(self, state: TrainState, about: About) -> None:
         data, path = encode(state, about), self.path(about.step)
-        for left in (path, _partial_path(path)):  # damaged, or it would have been found
+        for left in (path, partial_path(path)):  # damaged, or it would have been found
             if left.exists():
                 self._move_aside(left, about.step)
-        _write(_digest_path(path), _digest_line(data, path))
-        _write(path, data)
-        _sync_folder(self.folder)
+        for file, content in ((_digest_path(path), _digest_line(data, path)), (path, data)):  # the digest first
+            with atomic_write(file, durable=True) as partial:
+                partial.write_bytes(content)
+        sync(self.folder)
         self.found[about.step] = about
         best = self.best
         kept = {*sorted(self.found)[-self._keep :], *([best.step] if best else [])}

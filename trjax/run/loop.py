@@ -10,6 +10,7 @@ from itertools import islice
 import jax
 
 from trjax.data.batches import Batch, epoch_order
+from trjax.files import atomic_write
 from trjax.run.checkpoints import About
 from trjax.run.evaluation import evaluate_source
 from trjax.run.processes import exchange
@@ -132,10 +133,9 @@ def _write_bad_step(run: Run, step: int, first: int) -> None:
     epoch, position = divmod(first - 1, run.program.steps_per_epoch)
     batch, path = run.config.global_batch, run.workdir / BAD_STEP
     indices = epoch_order(run.config.seed, epoch, len(run.train_source))[position * batch : (position + 1) * batch]
-    found = {"step": first - 1, "epoch": epoch, "devices": run.program.mesh.size}
-    found |= {"indices": indices.tolist(), "checkpoint": step}
-    path.with_suffix(".partial").write_text(json.dumps(found) + "\n", encoding="utf-8")
-    path.with_suffix(".partial").replace(path)
+    found = {"step": first - 1, "epoch": epoch, "devices": run.program.mesh.size, "indices": indices.tolist()}
+    with atomic_write(path) as partial:
+        partial.write_text(json.dumps(found | {"checkpoint": step}) + "\n", encoding="utf-8")
 
 
 def run_loop(run: Run, state: TrainState, step: int, evaluated: bool) -> tuple[int, bool]:

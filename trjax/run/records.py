@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from trjax.files import atomic_write
+
 Split = Literal["train", "test", "ema"]
 _START = b'{"split": "'
 _CUT_OFF = re.compile(re.escape(_START) + rb"[ -|~]{0,999}")
@@ -140,11 +142,9 @@ def trim_metrics(path: Path, step: int) -> Path | None:
     kept = [line + b"\n" for line, its in zip(lines, steps, strict=True) if its is not None and its <= step]
     if (replacement := b"".join(kept)) == content:
         return None
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(replacement)
-    aside = _set_aside(path) if None in steps else None
-    partial.replace(path)
-    return aside
+    with atomic_write(path) as partial:
+        partial.write_bytes(replacement)
+        return _set_aside(path) if None in steps else None
 
 
 def read_metrics(path: Path) -> list[Record]:

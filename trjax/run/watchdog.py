@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+# faulthandler.dump_traceback_later(exit=True) names neither process nor step, and exits with 1 as any error does.
 HUNG = 4
 """Exit code of a run that its watchdog ended."""
 _BARK_SECONDS = 10  # for the message: the log may lie on what hangs

@@ -1,6 +1,5 @@
 """A run's own folder: made new, or checked to hold the same run."""
 
-import fcntl
 import os
 import socket
 import time
@@ -10,9 +9,12 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from filelock import FileLock, Timeout
+
 from trjax.config.fields import MAY_CHANGE
 from trjax.config.run import Config
 from trjax.config.toml import config_from_table, config_to_toml, read_table
+from trjax.files import atomic_write
 
 
 def options_that_may_change(options: Any = Config, prefix: str = "") -> set[str]:
@@ -86,27 +88,29 @@ def open_workdir(config: Config) -> Path:
 
 @contextmanager
 def lock_workdir(workdir: Path) -> Iterator[None]:
-    """Keeps the run's folder for this process; the lock goes with the process, however it ends.
+    """Keeps other runs out of the folder; the operating system drops the lock when the process ends, however it ends.
 
     Raises:
-        ValueError: another run has it; says which process.
+        ValueError: another run holds the lock (the message names its process and host), or the folder cannot be locked.
     """
+
+    def name_owner(descriptor: int) -> None:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    path = workdir / "lock"
+    lock = FileLock(path, blocking=False, on_acquired=name_owner)
     try:
-        file = (workdir / "lock").open("a+", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"workdir={workdir} cannot be used: {error}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(f"workdir={workdir} is in use by {file.read().strip() or 'another run'}") from error
-        except OSError as error:  # a file system without locks, or a full one
-            raise ValueError(f"workdir={workdir} cannot be locked: {error}") from error
+        lock.acquire()
+    except Timeout as error:
+        owner = path.read_text(encoding="utf-8").strip() or "another run"
+        raise ValueError(f"workdir={workdir} is in use by {owner}") from error
+    except OSError as error:  # no permission, a file system without locks, or a full one
+        raise ValueError(f"workdir={workdir} cannot be locked: {error}") from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def write_config(config: Config, workdir: Path) -> None:
@@ -117,8 +121,8 @@ def write_config(config: Config, workdir: Path) -> None:
     """
     path = workdir / "config.toml"
     try:
-        path.with_suffix(".partial").write_text(config_to_toml(replace(config, workdir="")), encoding="utf-8")
-        path.with_suffix(".partial").replace(path)
+        with atomic_write(path) as partial:
+            partial.write_text(config_to_toml(replace(config, workdir="")), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"workdir={workdir} cannot be used: {error}") from error
 

@@ -13,6 +13,7 @@ import optax
 
 from trjax.config.run import OptimConfig
 
+# optax's LARS, LAMB and clipping take norms of what one device holds; here they sum over the shards of zero1.
 Sum = Callable[[jax.Array], jax.Array]
 """Adds up a float32 vector of squares over the devices on which the shards of the parameters lie."""
 

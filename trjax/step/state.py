@@ -93,6 +93,7 @@ def next_loss_scale(loss_scale: Any, finite: jax.Array) -> Any:
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018.
     """
+    # flax's DynamicScale has no upper limit and takes only gradients of its own making; jmp has no release since 2023.
     if not loss_scale:
         return loss_scale
     scale, good_steps = loss_scale["scale"], loss_scale["good_steps"] + 1
@@ -114,7 +115,7 @@ def _average(state: TrainState, params: Any, batch_stats: Any, decay: float) -> 
     updates = (state.step - state.skipped).astype(jnp.float32)
     share = jnp.minimum(decay, (1 + updates) / (10 + updates))
     new = {"params": params, "batch_stats": batch_stats}
-    return jax.tree.map(lambda old, new: share * old + (1 - share) * new, state.ema, new)
+    return optax.incremental_update(state.ema, new, share)  # its first argument gets the share
 
 
 def select_state(state: TrainState, finite: jax.Array, updated: tuple[Any, Any, Any], ema_decay: float) -> TrainState:
