@@ -24,6 +24,7 @@ from trjax.config.run import Config
 from trjax.data.batches import count_batches, eval_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh, start_platform
+from trjax.step.compile import compile_program
 from trjax.step.evaluation import init_totals
 from trjax.step.program import Program, make_program
 from trjax.step.state import TrainState

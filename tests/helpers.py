@@ -31,7 +31,7 @@ from trjax.step.buckets import Split, two_groups
 from trjax.step.collectives import sum_moments
 from trjax.step.layouts import make_layouts
 from trjax.step.options import probe_options
-from trjax.step.plan import make_plan
+from trjax.step.plan import PlanSpec, make_plan
 from trjax.step.program import Program, make_program
 from trjax.step.scores import score
 from trjax.step.spec import GradientPlan, StepSpec
@@ -152,7 +152,7 @@ def reduced_on(
 ) -> dict[str, np.ndarray]:
     """What a train step sums on that many devices, by region name; all devices hold the same bits."""
     mesh = make_mesh(f"0-{num_devices - 1}", hosts)
-    plan = make_plan(params, batch_stats, tuple(chain), split, conv_order="HWIO", **planned)
+    plan = make_plan(params, batch_stats, tuple(chain), PlanSpec(split, "HWIO", **planned))
     how = GradientPlan(chain, plan, len(block[1]), **{"launch": collectives.all_reduce, **options})
     optimizer = capture_gradients()
     spec = StepSpec(

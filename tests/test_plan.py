@@ -18,7 +18,7 @@ from trjax.cost.targets import TARGETS
 from trjax.explain.plan import format_plan
 from trjax.step.buckets import Kind, Split, at_launches, ddp_buckets, one_each, one_group, two_groups
 from trjax.step.packing import pack, pack_shard, slice_regions, unpack
-from trjax.step.plan import ConvOrder, Plan, make_plan
+from trjax.step.plan import ConvOrder, Plan, PlanSpec, make_plan
 from trjax.step.planner import compare_groupings
 from trjax.step.program import shape_run
 from trjax.trees import name_leaves, restore_leaves
@@ -74,7 +74,7 @@ def test_layout_worked_by_hand() -> None:
 
 
 def test_launches_worked_by_hand() -> None:
-    plan = make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS, partial(at_launches, (1, 2)))
+    plan = make_plan(SMALL_PARAMS, SMALL_STATS, SEGMENTS, PlanSpec(partial(at_launches, (1, 2))))
     assert [(group.name, group.launch_after) for group in plan.groups] == [
         ("deep1", "head"),
         ("deep2", "body"),
@@ -132,7 +132,7 @@ def test_empty_groups_vanish_and_results_move() -> None:
 )
 def test_errors(params: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_plan(params, {}, SEGMENTS, **options)
+        make_plan(params, {}, SEGMENTS, PlanSpec(**options))
 
 
 dims = st.integers(1, 5)
@@ -167,7 +167,7 @@ def splits(num_segments: int) -> st.SearchStrategy[Split]:
 def test_regions_tile_their_group(tree: Any, data: st.DataObject) -> None:
     params, batch_stats, segments = tree
     split = data.draw(splits(len(segments)))
-    plan = make_plan(params, batch_stats, segments, split)
+    plan = make_plan(params, batch_stats, segments, PlanSpec(split))
     expected = {**name_leaves(params), **name_leaves(batch_stats), "results": shape(5)}
     assert {region.name: region.shape for region in plan.regions} == {name: s.shape for name, s in expected.items()}
     assert len(plan.regions) == len(expected)
@@ -183,7 +183,7 @@ def test_regions_tile_their_group(tree: Any, data: st.DataObject) -> None:
 @given(trees(), st.sampled_from(["OHWI", "HWIO"]))
 def test_round_trip_is_bitwise(tree: Any, conv_order: Any) -> None:
     params, batch_stats, segments = tree
-    plan = make_plan(params, batch_stats, segments, conv_order=conv_order)
+    plan = make_plan(params, batch_stats, segments, PlanSpec(conv_order=conv_order))
     random = np.random.default_rng(0)
     values = {region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions}
     buffers = jax.jit(lambda leaves: [pack(group, leaves) for group in plan.groups])(values)
@@ -202,7 +202,7 @@ def test_round_trip_is_bitwise(tree: Any, conv_order: Any) -> None:
 @given(trees(), st.integers(2, 5))
 def test_shards_hold_a_part_of_every_tensor(tree: Any, shards: int) -> None:
     params, batch_stats, segments = tree
-    plan = make_plan(params, batch_stats, segments, shards=shards)
+    plan = make_plan(params, batch_stats, segments, PlanSpec(shards=shards))
     random = np.random.default_rng(0)
     values: dict[str, Any] = {
         region.name: random.normal(size=region.shape).astype(np.float32) for region in plan.regions

@@ -18,6 +18,7 @@ class ModelConfig(Checked):
     """Which ResNet."""
 
     section = "model."
+
     arch: Literal[_CifarFamily, _ImageNetFamily] = "resnet8"
     """8 to 110 (6n+2): He et al.'s CIFAR family; 18 to 152: the ImageNet family, v1.5."""
     stem: Literal["default", "imagenet", "cifar"] = "default"

@@ -81,10 +81,9 @@ def _filter_gradient(
     """Returns a convolution's gradient of its kernel: channels are its examples, and examples its channels."""
     sizes = zip(x.shape[1:3], cotangent.shape[1:3], window, strides, padding, strict=True)
     pads = [(before, (own - 1) * stride + side - size - before) for size, own, side, stride, (before, _) in sizes]
-    swapped = lax.conv_general_dilated(
-        _settle(x, (3, 1, 2, 0)), _settle(cotangent, (1, 2, 0, 3)), (1, 1), pads,
-        rhs_dilation=strides, dimension_numbers=_DIMS, precision=precision,
-    )  # fmt: skip
+    images, kernels = _settle(x, (3, 1, 2, 0)), _settle(cotangent, (1, 2, 0, 3))
+    options = {"rhs_dilation": strides, "dimension_numbers": _DIMS, "precision": precision}
+    swapped = lax.conv_general_dilated(images, kernels, (1, 1), pads, **options)
     return swapped.transpose(1, 2, 0, 3)
 
 

@@ -6,7 +6,7 @@ The regions are those of the Tech-Renaissance trainer; which of them form a grou
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -178,30 +178,44 @@ def _passengers(stats: Mapping[str, Any], last_segment: int) -> tuple[Tensor, li
     return results, statistics
 
 
-def _tile(
-    name: str, members: Sequence[Tensor], launch_after: str, dtype: str, conv_order: ConvOrder, shards: int
-) -> Group:
+@dataclass(frozen=True)
+class PlanSpec:
+    """How a plan lays out tensors.
+
+    Attributes:
+        split: which gradients form a group.
+        conv_order: physical order of rank-4 kernels.
+        frozen: names of the parameters that have no gradient.
+        comm_dtype: element type in which gradients are reduced.
+        shards: parts into which every buffer is laid out, each region padded to a multiple of them.
+        bundled: False reduces results and every statistic by themselves.
+    """
+
+    split: Split = two_groups
+    conv_order: ConvOrder = "OHWI"
+    frozen: frozenset[str] = frozenset()
+    comm_dtype: str = "float32"
+    shards: int = 1
+    bundled: bool = True
+
+
+def _tile(members: Sequence[Tensor], spec: PlanSpec) -> tuple[tuple[Region, ...], int]:
+    """Returns the regions of a group without gaps, in memory order, and the elements of one of its shards."""
     offset, regions = 0, []
     for tensor in sorted(members, key=lambda tensor: list(Kind).index(tensor.kind)):  # stable: readiness in a kind
         elements = math.prod(tensor.shape)
-        elements = elements if tensor.kind is Kind.R_RESULT else math.ceil(elements / shards)
-        order = physical_order(tensor.shape, conv_order)
+        elements = elements if tensor.kind is Kind.R_RESULT else math.ceil(elements / spec.shards)
+        order = physical_order(tensor.shape, spec.conv_order)
         regions.append(Region(tensor.name, tensor.kind, tensor.shape, order, offset, elements))
         offset += elements
-    return Group(name, launch_after, tuple(regions), shards * offset, dtype, shards)
+    return tuple(regions), offset
 
 
 def make_plan(
     params_shape: Mapping[str, Any],
     batch_stats_shape: Mapping[str, Any],
     segments: Sequence[str],
-    split: Split = two_groups,
-    *,
-    conv_order: ConvOrder = "OHWI",
-    frozen: Container[str] = (),
-    comm_dtype: str = "float32",
-    shards: int = 1,
-    bundled: bool = True,
+    spec: PlanSpec = PlanSpec(),
 ) -> Plan:
     """Lays out all gradients, the results of the batch and the BatchNorm statistics in groups.
 
@@ -212,28 +226,23 @@ def make_plan(
         params_shape: `{segment: tree}` of float32 shapes, from `jax.eval_shape`.
         batch_stats_shape: the same for the running statistics.
         segments: segment names in forward order (trees come back from JAX with sorted keys).
-        split: which gradients form a group.
-        conv_order: physical order of rank-4 kernels.
-        frozen: names of the parameters that have no gradient.
-        comm_dtype: element type in which gradients are reduced.
-        shards: parts into which every buffer is laid out, each region padded to a multiple of them.
-        bundled: False reduces results and every statistic by themselves.
+        spec: which gradients form a group, and how they lie in it.
 
     Raises:
         ValueError: a parameter is not float32, a tree names an unknown segment, or there is no parameter to train.
     """
     stats = name_leaves(batch_stats_shape)
     _check(name_leaves(params_shape) | stats, segments)
-    trained = [tensor for tensor in list_tensors(params_shape, segments) if tensor.name not in frozen]
+    trained = [tensor for tensor in list_tensors(params_shape, segments) if tensor.name not in spec.frozen]
     if not trained:
         raise ValueError("there are no parameters to train: the chain has none, or all are frozen")
-    groups = {name: list(members) for name, members in split(trained).items()}
-    dtypes = dict.fromkeys(groups, comm_dtype)
+    groups = {name: list(members) for name, members in spec.split(trained).items()}
+    dtypes = dict.fromkeys(groups, spec.comm_dtype)
     results, statistics = _passengers(stats, len(segments) - 1)
-    if not bundled:
+    if not spec.bundled:
         groups = {"results": [results], **groups}
         groups |= {f"statistic{index}": [tensor] for index, tensor in enumerate(statistics, 1)}
-    elif comm_dtype != "float32":
+    elif spec.comm_dtype != "float32":
         groups["rest"] = [*statistics, results]
     else:
         names = tuple(groups)
@@ -242,6 +251,7 @@ def make_plan(
     launch_segment, tiled = len(segments) - 1, []
     for name, members in groups.items():  # none starts before one that is launched before it
         launch_segment = min(launch_segment, *(tensor.segment for tensor in members))
+        regions, elements = _tile(members, spec)
         dtype = dtypes.get(name, "float32")
-        tiled.append(_tile(name, members, segments[launch_segment], dtype, conv_order, shards))
+        tiled.append(Group(name, segments[launch_segment], regions, spec.shards * elements, dtype, spec.shards))
     return Plan(tuple(tiled), tuple(segments))

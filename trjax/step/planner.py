@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +13,11 @@ from trjax.config.run import Config, Reducing
 from trjax.cost.machines import Machine
 from trjax.mesh import split_batch
 from trjax.models.chain import Chain
-from trjax.step.buckets import at_launches, find_frozen
+from trjax.step.buckets import at_launches, find_frozen, two_groups
 from trjax.step.collectives import all_reduce
 from trjax.step.grouping import INDIFFERENT_SECONDS, SegmentCost, choose_launches, predict_exposed, predict_segments
-from trjax.step.plan import ConvOrder, Plan, list_tensors, make_plan
-from trjax.step.reducers import Reducer, make_reducer
+from trjax.step.plan import ConvOrder, Plan, PlanSpec, list_tensors, make_plan
+from trjax.step.reducers import make_reducer
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,31 @@ def _exposed(costs: Sequence[SegmentCost], plan: Plan, machine: Machine) -> floa
     return predict_exposed(costs, [(group.launch_after, group.size_bytes) for group in plan.groups], machine)
 
 
-def _planner(
-    config: Config, reducer: Reducer, shapes: Shapes, world_size: int, conv_order: ConvOrder
-) -> Callable[..., Plan]:
-    return partial(
-        make_plan, shapes.params, shapes.batch_stats, tuple(shapes.chain), conv_order=conv_order,
-        frozen=frozen_names(config, shapes), comm_dtype=config.comm_dtype,
-        shards=world_size if reducer.sharded else 1, bundled=not reducer.ordinary,
-    )  # fmt: skip
+def _plan_spec(config: Config, shapes: Shapes, world_size: int, conv_order: ConvOrder) -> PlanSpec:
+    reducer = make_reducer(config)
+    return PlanSpec(
+        reducer.split,
+        conv_order,
+        frozen=frozen_names(config, shapes),
+        comm_dtype=config.comm_dtype,
+        shards=world_size if reducer.sharded else 1,
+        bundled=not reducer.ordinary,
+    )
 
 
-def _choose(plan_for: Callable[..., Plan], shapes: Shapes, costs: Sequence[SegmentCost], machine: Machine) -> Plan:
+def _lay_out(shapes: Shapes, spec: PlanSpec) -> Plan:
+    return make_plan(shapes.params, shapes.batch_stats, tuple(shapes.chain), spec)
+
+
+def _choose(shapes: Shapes, spec: PlanSpec, costs: Sequence[SegmentCost], machine: Machine) -> Plan:
     """Returns the plan of `--reducer auto`: the default one unless other groups are predicted to save time."""
     position = {segment: index for index, segment in enumerate(shapes.chain)}
     launches = [position[segment] for segment in choose_launches(costs, machine)]
-    two_groups, chosen = plan_for(), plan_for(split=partial(at_launches, launches))
-    saved = _exposed(costs, two_groups, machine) - _exposed(costs, chosen, machine)
-    return chosen if saved > INDIFFERENT_SECONDS else two_groups
+    default, chosen = (
+        _lay_out(shapes, replace(spec, split=split)) for split in (two_groups, partial(at_launches, launches))
+    )
+    saved = _exposed(costs, default, machine) - _exposed(costs, chosen, machine)
+    return chosen if saved > INDIFFERENT_SECONDS else default
 
 
 def plan_run(
@@ -102,11 +110,10 @@ def plan_run(
     Raises:
         ValueError: the global batch is not divisible by the number of devices, or `freeze` cannot be.
     """
-    reducer = make_reducer(config)
-    plan_for = _planner(config, reducer, shapes, machine.topology.world_size, conv_order)
+    spec = _plan_spec(config, shapes, machine.topology.world_size, conv_order)
     if config.reducer == "auto":
-        return _choose(plan_for, shapes, costs or _costs(config, shapes, machine), machine)
-    return plan_for(split=reducer.split)
+        return _choose(shapes, spec, costs or _costs(config, shapes, machine), machine)
+    return _lay_out(shapes, spec)
 
 
 def compare_groupings(

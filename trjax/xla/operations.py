@@ -186,8 +186,8 @@ def _make(
     module: Module, instruction: Instruction, defined: dict[str, Instruction], before: tuple[str, ...]
 ) -> Operation:
     name, source = instruction.name, instruction.op_name
-    first = next((defined[operand].shapes[0].dtype for operand in instruction.operands
-                  if operand in defined and defined[operand].shapes), "")  # fmt: skip
+    shapes = [defined[operand].shapes for operand in instruction.operands if operand in defined]
+    first = next((shape[0].dtype for shape in shapes if shape), "")
     if instruction.opcode.endswith("-done"):
         return Operation(name, "done", source, 0, 0, 0.0, first, before)
     collective, groups = _collective_of(module, instruction)
@@ -203,10 +203,9 @@ def _make(
     work = [_flops(inner, local) for inner in body] or [_flops(instruction, defined)]
     read, written = _traffic(module, instruction, defined)
     kinds = [found for found, _ in work if found != "kernel"]
-    return Operation(
-        name, kinds[0] if kinds else "kernel", source, read, written, sum(flops for _, flops in work), first, before,
-        _transposes(instruction, body, defined), _moves_only(instruction, body),
-    )  # fmt: skip
+    kind, total = kinds[0] if kinds else "kernel", sum(flops for _, flops in work)
+    transposes, moves_only = _transposes(instruction, body, defined), _moves_only(instruction, body)
+    return Operation(name, kind, source, read, written, total, first, before, transposes, moves_only)
 
 
 def _trips(instruction: Instruction) -> int:
