@@ -32,9 +32,9 @@ from trjax.cost.machines import Machine
 from trjax.data.augment import make_augment
 from trjax.data.batches import Batch
 from trjax.data.sources import describe
-from trjax.keys import example_keys, stream_key
+from trjax.keys import stream_key
 from trjax.mesh import AXIS, REPLICATED, SPLIT, placement, start_platform
-from trjax.models.chain import Chain, apply_segment
+from trjax.models.chain import Chain, apply_chain, segment_keys
 from trjax.step.collectives import vary
 from trjax.step.expected import expect
 from trjax.step.optim import make_optimizer
@@ -70,10 +70,10 @@ def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["
     augment, steps_per_epoch = make_augment(config.data, spec, config.seed), spec.train_examples // config.global_batch
 
     def mean_loss(params: Any, batch_stats: Any, block: Batch, images: jax.Array, key: jax.Array) -> Any:
-        x, next_stats = images, {}
-        for index, (name, module) in enumerate(chain.items()):
-            masked = {"mask": block.mask, "keys": example_keys(jax.random.fold_in(key, index), block.indices)}
-            x, next_stats[name] = apply_segment(module, params[name], batch_stats[name], x, train=True, **masked)
+        keys = segment_keys(chain, key, block.indices)
+        x, next_stats = apply_chain(
+            chain, params, images, batch_stats=batch_stats, train=True, mask=block.mask, keys=keys
+        )
         loss, results = score(x, block.labels, block.mask)
         return loss / len(block.labels), (next_stats, results)
 

@@ -16,9 +16,8 @@ from trjax.data.augment import make_augment
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
 from trjax.data.sources import describe
-from trjax.keys import example_keys
 from trjax.mesh import REPLICATED, SPLIT, placement
-from trjax.models.chain import Chain, apply_segment
+from trjax.models.chain import Chain, apply_chain, segment_keys
 from trjax.step.backward import packed_backward
 from trjax.step.compile import lower_step
 from trjax.step.options import probe_options
@@ -49,10 +48,9 @@ def make_parts(config: Config, program: Program) -> tuple[Any, Any]:
         return augment(block, jnp.int32(0))
 
     def forward(params: Any, batch_stats: Any, block: Batch) -> Any:
-        x, stats = prepare(block).images, {}
-        masked = {"mask": block.mask, "keys": example_keys(jax.random.key(0), block.indices)}
-        for name, module in program.gradients.chain.items():
-            x, stats[name] = apply_segment(module, params[name], batch_stats[name], x, train=True, **masked)
+        chain, images = program.gradients.chain, prepare(block).images
+        keys = segment_keys(chain, jax.random.key(0), block.indices)
+        x, stats = apply_chain(chain, params, images, batch_stats=batch_stats, train=True, mask=block.mask, keys=keys)
         return score(x, block.labels, block.mask)[1], stats
 
     def backward(params: Any, batch_stats: Any, block: Batch) -> Any:

@@ -21,10 +21,9 @@ from trjax.config.run import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.data import cifar
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
-from trjax.keys import example_keys
 from trjax.mesh import make_mesh
 from trjax.models.batchnorm import BatchNorm
-from trjax.models.chain import Chain, apply_segment
+from trjax.models.chain import Chain, apply_chain, segment_keys
 from trjax.models.resnet import Block, Head, StemSegment
 from trjax.step import collectives
 from trjax.step.buckets import Split, two_groups
@@ -183,11 +182,9 @@ def reduced_on(
 @partial(jax.jit, static_argnums=0)
 def _plain_gradients(segments: Any, params: Any, batch_stats: Any, images: Any, labels: Any, mask: Any) -> Any:
     def loss(params: Any) -> tuple[jax.Array, Any]:
-        x, stats = images, {}
-        for index, (name, module) in enumerate(segments):
-            keys = example_keys(jax.random.fold_in(jax.random.key(0), index), labels)
-            own = module, params[name], batch_stats[name]
-            x, stats[name] = apply_segment(*own, x, train=True, mask=mask, keys=keys)
+        chain = dict(segments)
+        keys = segment_keys(chain, jax.random.key(0), labels)
+        x, stats = apply_chain(chain, params, images, batch_stats=batch_stats, train=True, mask=mask, keys=keys)
         return score(x, labels, mask)[0] / mask.sum(), stats
 
     return jax.grad(loss, has_aux=True)(params)

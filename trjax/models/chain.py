@@ -13,6 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from trjax.keys import example_keys
+
 Chain = Mapping[str, nn.Module]
 """Segments by name, in forward order."""
 
@@ -47,12 +49,54 @@ def apply_segment(
     return y, changed.get("batch_stats", batch_stats)
 
 
+def apply_chain(
+    chain: Chain,
+    params: Any,
+    x: jax.Array,
+    *,
+    batch_stats: Any,
+    train: bool,
+    mask: jax.Array,
+    keys: Mapping[str, jax.Array],
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Applies segments in a row to a block of examples; see `apply_segment`.
+
+    Args:
+        chain: the segments.
+        params: `{segment: tree}`.
+        x: input of the first segment, leading dim = examples.
+        batch_stats: `{segment: tree}`; a segment whose statistics were folded away may be missing.
+        train: as for each segment.
+        mask: as for each segment.
+        keys: of each segment, see `segment_keys`.
+
+    Returns:
+        The output of the last segment and the new running statistics, `{segment: tree}`.
+    """
+    new_stats = {}
+    for name, module in chain.items():
+        stats = batch_stats.get(name, {})
+        x, new_stats[name] = apply_segment(module, params[name], stats, x, train=train, mask=mask, keys=keys[name])
+    return x, new_stats
+
+
+def segment_keys(chain: Iterable[str], key: jax.Array, indices: jax.Array) -> dict[str, jax.Array]:
+    """Returns a random key for each segment and example; they depend on nothing else than these and `key`.
+
+    Args:
+        chain: all segments, in forward order.
+        key: of the step.
+        indices: of the examples, shape (examples,).
+    """
+    return {name: example_keys(jax.random.fold_in(key, index), indices) for index, name in enumerate(chain)}
+
+
 def list_spans(segments: Iterable[str], remat: str) -> list[tuple[str, ...]]:
     """Returns the segments that have one pullback together: each alone, or those of a stage.
 
     Args:
         segments: names, in forward order.
-        remat: see `backward.Recipe`.
+        remat: see `step.spec.GradientPlan`.
 
     >>> list_spans(["stem", "stage1_block1", "stage1_block2", "head"], "stage")
     [('stem',), ('stage1_block1', 'stage1_block2'), ('head',)]
@@ -87,8 +131,5 @@ def evaluate_chain(chain: Chain, params: Any, batch_stats: Any, x: jax.Array) ->
         x: preprocessed images, shape (examples, height, width, channels).
     """
     # Evaluation leaves padding out of the sums, not out of the batch, and draws nothing.
-    mask, keys = jnp.ones(x.shape[0]), jnp.broadcast_to(jax.random.key(0), x.shape[:1])
-    for name, module in chain.items():
-        stats = batch_stats.get(name, {})
-        x, _ = apply_segment(module, params[name], stats, x, train=False, mask=mask, keys=keys)
-    return x
+    mask, keys = jnp.ones(x.shape[0]), dict.fromkeys(chain, jnp.broadcast_to(jax.random.key(0), x.shape[:1]))
+    return apply_chain(chain, params, x, batch_stats=batch_stats, train=False, mask=mask, keys=keys)[0]

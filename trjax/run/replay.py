@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +15,9 @@ from trjax.config.run import Config
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
 from trjax.data.sources import describe, load
-from trjax.keys import example_keys, stream_key
+from trjax.keys import stream_key
 from trjax.mesh import make_mesh, start_platform
-from trjax.models.chain import Chain, apply_segment
+from trjax.models.chain import Chain, apply_chain, segment_keys
 from trjax.run.checkpoints import Checkpoints, decode
 from trjax.run.loop import BAD_STEP
 from trjax.step.program import make_chain, make_prepare, make_program
@@ -47,10 +46,6 @@ def _bad(tree: Mapping[str, Any], what: str) -> str:
     return f"{what} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
 
 
-def _forward(module: nn.Module, stats: Any, mask: jax.Array, keys: jax.Array, params: Any, x: jax.Array) -> Any:
-    return apply_segment(module, params, stats, x, train=True, mask=mask, keys=keys)
-
-
 def find_first(
     chain: Chain, params: Any, batch_stats: Any, inputs: Inputs, block: Batch, key: jax.Array, global_batch: int
 ) -> str:
@@ -69,12 +64,13 @@ def find_first(
     x, where = inputs.images, "the images"
     try:
         with jax.debug_nans(True):  # names the operation, too
-            for index, (segment, module) in enumerate(chain.items()):
+            keys = segment_keys(chain, key, block.indices)
+            apply = partial(apply_chain, batch_stats=batch_stats, train=True, mask=block.mask, keys=keys)
+            for segment, module in chain.items():
                 where = f"forward of {segment}"
-                keys = example_keys(jax.random.fold_in(key, index), block.indices)
-                forward = partial(_forward, module, batch_stats[segment], block.mask, keys)
-                x, pullbacks[segment], stats = jax.vjp(forward, params[segment], x, has_aux=True)
-                if bad := _bad({segment: {"output": x}}, "") or _bad({segment: stats}, "statistics"):
+                forward = partial(apply, {segment: module})
+                x, pullbacks[segment], stats = jax.vjp(forward, {segment: params[segment]}, x, has_aux=True)
+                if bad := _bad({segment: {"output": x}}, "") or _bad(stats, "statistics"):
                     return f"{where}: {bad.strip()}"
             where = "the loss"
             loss, pull_loss = jax.vjp(lambda logits: score(logits, block.labels, block.mask, inputs.targets)[0], x)
@@ -84,7 +80,7 @@ def find_first(
             for segment in reversed(pullbacks):
                 where = f"backward of {segment}"
                 gradients, cotangent = pullbacks[segment](cotangent)
-                if bad := _bad({segment: gradients}, "gradient"):
+                if bad := _bad(gradients, "gradient"):
                     return f"{where}: {bad}"
     except FloatingPointError as error:
         return f"{where}: {str(error).splitlines()[0]}"

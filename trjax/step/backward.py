@@ -10,8 +10,8 @@ import numpy as np
 
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
-from trjax.keys import example_keys, stream_key
-from trjax.models.chain import apply_segment, list_spans
+from trjax.keys import stream_key
+from trjax.models.chain import apply_chain, list_spans, segment_keys
 from trjax.step import collectives
 from trjax.step.packing import STATISTICS, pack
 from trjax.step.plan import Group
@@ -41,20 +41,13 @@ def choose_backward(how: GradientPlan) -> Callable[..., Iterator[tuple[Group, ja
 def _make_forward(how: GradientPlan, inputs: StepInputs, block: Batch) -> Callable[..., tuple[jax.Array, Any]]:
     """Returns `(trained, x) -> (output, new statistics)`, which applies the segments that `trained` names."""
     frozen = {name: leaf for name, leaf in name_leaves(inputs.params).items() if name not in how.plan.trained}
-    keys = {
-        segment: example_keys(jax.random.fold_in(inputs.key, index), block.indices)
-        for index, segment in enumerate(how.chain)
-    }
+    options = {"train": True, "mask": block.mask, "keys": segment_keys(how.chain, inputs.key, block.indices)}
 
     def forward(trained: Mapping[str, Leaves], x: jax.Array) -> tuple[jax.Array, Any]:
-        next_stats = {}
-        for segment, own in trained.items():
-            params = restore_leaves({**frozen, **own}, {segment: inputs.params[segment]})[segment]
-            stats, draws = inputs.batch_stats[segment], keys[segment]
-            x, next_stats[segment] = apply_segment(
-                how.chain[segment], params, stats, x, train=True, mask=block.mask, keys=draws
-            )
-        return x, next_stats
+        leaves = frozen | {name: leaf for own in trained.values() for name, leaf in own.items()}
+        params = restore_leaves(leaves, {segment: inputs.params[segment] for segment in trained})
+        segments = {segment: how.chain[segment] for segment in trained}
+        return apply_chain(segments, params, x, batch_stats=inputs.batch_stats, **options)
 
     return forward
 
