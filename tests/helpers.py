@@ -26,7 +26,7 @@ from trjax.models.batchnorm import BatchNorm
 from trjax.models.chain import Chain, apply_chain, segment_keys
 from trjax.models.resnet import Block, Head, StemSegment
 from trjax.step import collectives
-from trjax.step.buckets import Split, two_groups
+from trjax.step.buckets import Grouping, two_groups
 from trjax.step.collectives import sum_moments
 from trjax.step.layouts import make_layouts
 from trjax.step.options import probe_options
@@ -143,7 +143,7 @@ def reduced_on(
     params: Any,
     batch_stats: Any,
     block: Any,
-    split: Split = two_groups,
+    split: Grouping = two_groups,
     *,
     hosts: int = 1,
     planned: Any = MappingProxyType({}),

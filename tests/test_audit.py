@@ -106,7 +106,7 @@ def test_a_step_worked_by_hand() -> None:
     (row,) = found.collectives
     assert (row.group, row.reduces, row.bytes) == ("deep", "1 gradients, results", 4 * 1005)
     assert row.comm_ms == pytest.approx(1e3 * (CALL_SECONDS + 4020 / 1e8))
-    assert row.hidden_behind == {"convolutions": 0, "kernels": 1, "ms": pytest.approx(0.36, abs=0.01)}
+    assert row.overlapped_with == {"convolutions": 0, "kernels": 1, "ms": pytest.approx(0.36, abs=0.01)}
     assert (found.summary.exposed_ms, found.summary.gather_copy_bytes, found.summary.kernels) == (0, 0, 4)
 
 

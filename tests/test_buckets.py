@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trjax.config.presets import preset_config
 from trjax.step.buckets import (
     MIB_BYTES,
-    Kind,
+    RegionKind,
     Tensor,
     at_launches,
     ddp_buckets,
@@ -62,7 +62,7 @@ def test_pytorch_says_the_same() -> None:
         assert [[tensor.name for tensor in bucket] for bucket in fill_buckets(order, limits)] == expected
 
 
-def tensor(name: str, size: int, segment: int = 0, kind: Kind = Kind.G_DEEP_CONV) -> Tensor:
+def tensor(name: str, size: int, segment: int = 0, kind: RegionKind = RegionKind.G_DEEP_CONV) -> Tensor:
     return Tensor(name, kind, (size,), segment)
 
 
@@ -77,8 +77,8 @@ def test_a_bucket_closes_when_its_limit_is_reached() -> None:
 
 def test_small_chain_by_hand() -> None:
     chain = [
-        tensor("head/bias", 3, 2, Kind.G_FC_BIAS), tensor("head/kernel", 6, 2, Kind.G_FC_WEIGHT),
-        tensor("body/kernel", 8, 1), tensor("stem/kernel", 4, 0, Kind.G_FIRST_CONV),
+        tensor("head/bias", 3, 2, RegionKind.G_FC_BIAS), tensor("head/kernel", 6, 2, RegionKind.G_FC_WEIGHT),
+        tensor("body/kernel", 8, 1), tensor("stem/kernel", 4, 0, RegionKind.G_FIRST_CONV),
     ]  # fmt: skip
     names = lambda groups: {name: [t.name for t in members] for name, members in groups.items()}  # noqa: E731
     first = ["head/bias", "head/kernel", "stem/kernel"]

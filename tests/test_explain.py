@@ -58,7 +58,7 @@ def test_step_of_a_target_that_is_not_here(capsys: pytest.CaptureFixture[str], t
     assert Path("step.png").stat().st_size > 10_000
     table = json.loads(Path("step.json").read_text())
     assert [row["group"] for row in table["collectives"]] == ["deep", "first"]
-    keys = {"group", "bytes", "dtype", "blocking", "comm_ms", "exposed_ms", "hidden_behind"}
+    keys = {"group", "bytes", "dtype", "blocking", "comm_ms", "exposed_ms", "overlapped_with"}
     assert all(keys <= row.keys() for row in table["collectives"])
     keys = {"all_reduces", "blocking", "comm_ms", "exposed_ms", "exposed_bound_ms", "compute_ms", "step_ms"}
     keys |= {"images_per_second", "hbm_bytes", "temp_bytes", "kernels", "gradient_transposes"}

@@ -16,7 +16,7 @@ from trjax.config.presets import PRESETS
 from trjax.cost.machines import Machine, make_machine, parse_topology
 from trjax.cost.targets import TARGETS
 from trjax.explain.plan import format_plan
-from trjax.step.buckets import Kind, Split, at_launches, ddp_buckets, one_each, one_group, two_groups
+from trjax.step.buckets import Grouping, RegionKind, at_launches, ddp_buckets, one_each, one_group, two_groups
 from trjax.step.packing import pack, pack_shard, slice_regions, unpack
 from trjax.step.plan import ConvOrder, Plan, PlanSpec, make_plan
 from trjax.step.planner import compare_groupings
@@ -116,7 +116,11 @@ def test_empty_groups_vanish_and_results_move() -> None:
         {"stem": SMALL_PARAMS["stem"], "head": SMALL_PARAMS["head"]}, SMALL_STATS, ("stem", "body", "head")
     )
     assert [group.name for group in no_deep.groups] == ["first"]
-    assert [region.kind for region in no_deep.regions][-3:] == [Kind.R_RESULT, Kind.B_NEXT_MEAN, Kind.B_NEXT_VAR]
+    assert [region.kind for region in no_deep.regions][-3:] == [
+        RegionKind.R_RESULT,
+        RegionKind.B_NEXT_MEAN,
+        RegionKind.B_NEXT_VAR,
+    ]
     no_first = make_plan({"stem": {}, "body": SMALL_PARAMS["body"], "head": {}}, {}, SEGMENTS)
     assert [(group.name, group.launch_after) for group in no_first.groups] == [("deep", "body")]
 
@@ -156,7 +160,7 @@ def trees(draw: st.DrawFn) -> tuple[Any, Any, tuple[str, ...]]:
     return to_shapes(params), to_shapes(batch_stats), segments
 
 
-def splits(num_segments: int) -> st.SearchStrategy[Split]:
+def splits(num_segments: int) -> st.SearchStrategy[Grouping]:
     launches = st.lists(st.integers(0, num_segments - 1)).map(lambda chosen: partial(at_launches, chosen))
     buckets = st.builds(partial, st.just(ddp_buckets), st.integers(0, 200), st.booleans())
     return st.one_of(st.sampled_from([two_groups, one_group, one_each]), launches, buckets)
@@ -216,7 +220,7 @@ def test_shards_hold_a_part_of_every_tensor(tree: Any, shards: int) -> None:
         for region in group.regions:
             parts = rows[:, region.offset_elements :][:, : region.shard_elements]
             flat = values[region.name].transpose(region.physical_order).ravel()
-            if region.kind is Kind.R_RESULT:  # whole in each
+            if region.kind is RegionKind.R_RESULT:  # whole in each
                 np.testing.assert_array_equal(parts, np.broadcast_to(flat, parts.shape))
             else:
                 np.testing.assert_array_equal(parts.ravel()[: flat.size], flat)

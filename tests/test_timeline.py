@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from trjax.audit.timeline import replay
-from trjax.xla.operations import Kind, Operation
+from trjax.xla.operations import Operation, OperationKind
 
 pytestmark = pytest.mark.fast
 
 
-def operation(name: str, kind: Kind, seconds: float, *depends_on: str) -> Operation:
+def operation(name: str, kind: OperationKind, seconds: float, *depends_on: str) -> Operation:
     collective = "all-reduce" if kind in ("start", "blocking") else ""
     return Operation(name, kind, "", 0, 0, seconds, "f32", depends_on, collective=collective)
 
@@ -19,7 +19,7 @@ def replayed(*operations: Operation) -> Any:
     return replay(operations, lambda operation: operation.flops)
 
 
-def test_hidden_behind_what_is_issued_meanwhile() -> None:
+def test_overlapped_with_what_is_issued_meanwhile() -> None:
     found = replayed(
         operation("a", "convolution", 2),
         operation("s", "start", 3, "a"),
@@ -29,7 +29,7 @@ def test_hidden_behind_what_is_issued_meanwhile() -> None:
     )
     (communication,) = found.communications
     assert (communication.ready, communication.span.start, communication.span.end) == (2, 2, 5)
-    assert [span.operation.name for span in communication.behind] == ["b"]
+    assert [span.operation.name for span in communication.overlapped] == ["b"]
     assert (communication.exposed, communication.blocking) == (0, False)
     assert (found.step_seconds, found.compute_seconds, found.communication_seconds) == (7, 7, 3)
     assert (found.exposed_seconds, found.bound_seconds) == (0, 0)

@@ -32,7 +32,7 @@ class Collective:
         start_ms: when it starts.
         comm_ms: how long it takes.
         exposed_ms: how long the kernels wait for it.
-        hidden_behind: `convolutions` and other `kernels` issued while it runs, and their `ms`.
+        overlapped_with: `convolutions` and other `kernels` issued while it runs, and their `ms`.
     """
 
     group: str
@@ -45,7 +45,7 @@ class Collective:
     start_ms: float
     comm_ms: float
     exposed_ms: float
-    hidden_behind: dict[str, float]
+    overlapped_with: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Report:
 def _describe(communication: Communication, labels: Labels) -> Collective:
     operation, span = communication.span.operation, communication.span
     group = labels.group_of(operation)
-    convolutions = sum(kernel.operation.kind == "convolution" for kernel in communication.behind)
+    convolutions = sum(kernel.operation.kind == "convolution" for kernel in communication.overlapped)
     return Collective(
         group=group,
         collective=operation.collective,
@@ -149,10 +149,10 @@ def _describe(communication: Communication, labels: Labels) -> Collective:
         start_ms=span.start * 1e3,
         comm_ms=span.seconds * 1e3,
         exposed_ms=communication.exposed * 1e3,
-        hidden_behind={
+        overlapped_with={
             "convolutions": convolutions,
-            "kernels": len(communication.behind) - convolutions,
-            "ms": sum(kernel.seconds for kernel in communication.behind) * 1e3,
+            "kernels": len(communication.overlapped) - convolutions,
+            "ms": sum(kernel.seconds for kernel in communication.overlapped) * 1e3,
         },
     )
 

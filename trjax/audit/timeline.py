@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trjax.xla.operations import Operation
 
-Cost = Callable[[Operation], float]
+OperationCost = Callable[[Operation], float]
 """Seconds of an operation, whatever else runs."""
 
 
@@ -37,19 +37,19 @@ class Communication:
     Attributes:
         span: on the communication lane.
         ready: when the last operation that it depends on is done.
-        behind: kernels that run between its start and its end in the program.
+        overlapped: kernels that run between its start and its end in the program.
         exposed: seconds that the compute stream waits for it.
     """
 
     span: Span
     ready: float
-    behind: tuple[Span, ...]
+    overlapped: tuple[Span, ...]
     exposed: float
 
     @property
     def blocking(self) -> bool:
         """Nothing at all is issued between its start and its end; a small kernel hides little, see `exposed`."""
-        return not self.behind
+        return not self.overlapped
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Timeline:
         return sum(communication.exposed for communication in self.communications)
 
 
-def replay(operations: Sequence[Operation], cost: Cost) -> Timeline:
+def replay(operations: Sequence[Operation], cost: OperationCost) -> Timeline:
     """Replays a program, see the module's text for the model.
 
     Args:
@@ -97,7 +97,7 @@ def replay(operations: Sequence[Operation], cost: Cost) -> Timeline:
     kernels: list[Span] = []
     communications: list[Communication] = []
 
-    def settle(name: str) -> None:
+    def finish(name: str) -> None:
         nonlocal compute
         span, ready, issued = open_spans.pop(name)
         exposed = max(0.0, span.end - compute)
@@ -111,17 +111,17 @@ def replay(operations: Sequence[Operation], cost: Cost) -> Timeline:
             link = start + cost(operation)
             open_spans[operation.name] = Span(operation, start, link), ready, len(kernels)
             if operation.kind == "blocking":
-                settle(operation.name)
+                finish(operation.name)
         elif operation.kind == "done":
             for name in operation.depends_on:
                 if name in open_spans:
-                    settle(name)
+                    finish(name)
         else:
             kernels.append(Span(operation, compute, compute + cost(operation)))
             compute = kernels[-1].end
         ends[operation.name] = compute
     for name in tuple(open_spans):
-        settle(name)
+        finish(name)
     communications.sort(key=lambda communication: communication.span.start)
     return Timeline(tuple(kernels), tuple(communications), compute, _bound(operations, cost))
 
@@ -149,7 +149,7 @@ def _reach(operations: Sequence[Operation]) -> tuple[list[int], list[int]]:
     return needs, needed_by
 
 
-def _bound(operations: Sequence[Operation], cost: Cost) -> float:
+def _bound(operations: Sequence[Operation], cost: OperationCost) -> float:
     """Returns the exposed time that the dependencies force, with the collectives in the order of issue.
 
     A run of collectives, from the i-th to the k-th, cannot begin before the kernels that the i-th needs are done,

@@ -63,10 +63,12 @@ def format_report(found: Report) -> str:
     for row in found.collectives:
         what = [row.group, row.collective, row.reduces, row.bytes, row.dtype, "blocking" if row.blocking else "async"]
         when = [f"{row.ready_ms:.2f}", f"{row.start_ms:.2f}", f"{row.comm_ms:.3f}", f"{row.exposed_ms:.3f}"]
-        hidden = "{convolutions:.0f} convolutions, {kernels:.0f} other kernels, {ms:.2f} ms".format(**row.hidden_behind)
+        hidden = "{convolutions:.0f} convolutions, {kernels:.0f} other kernels, {ms:.2f} ms".format(
+            **row.overlapped_with
+        )
         rows.append([*what, *when, hidden])
     header = ["group", "collective", "reduces", "bytes", "dtype", "kind"]
-    header += ["ready ms", "start ms", "takes ms", "exposed ms", "hidden behind"]
+    header += ["ready ms", "start ms", "takes ms", "exposed ms", "overlapped with"]
     total = found.summary
     lines = [
         f"{total.all_reduces} collectives, {total.blocking} blocking",

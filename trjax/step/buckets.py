@@ -19,7 +19,7 @@ FIRST_BUCKET_BYTES = MIB_BYTES
 """Limit of the bucket that DistributedDataParallel fills first, `dist._DEFAULT_FIRST_BUCKET_BYTES`."""
 
 
-class Kind(enum.StrEnum):
+class RegionKind(enum.StrEnum):
     """The purpose of a region, in memory order within its group."""
 
     G_BN_BIAS = "G_BN_BIAS"
@@ -45,7 +45,7 @@ class Tensor:
     """
 
     name: str
-    kind: Kind
+    kind: RegionKind
     shape: tuple[int, ...]
     segment: int
 
@@ -55,13 +55,13 @@ class Tensor:
         return ITEM_BYTES * math.prod(self.shape)
 
 
-Groups = Mapping[str, Sequence[Tensor]]
+TensorGroups = Mapping[str, Sequence[Tensor]]
 """Gradients by group, groups in the order in which they are launched; none is empty."""
-Split = Callable[[Sequence[Tensor]], Groups]
+Grouping = Callable[[Sequence[Tensor]], TensorGroups]
 """Puts gradients, given in the order of readiness, into groups."""
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_key(name: str) -> list[tuple[int, str]]:
     """Returns a key that sorts numbers inside of names as numbers.
 
     >>> sorted(["layer10", "layer2"], key=natural)
@@ -73,7 +73,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 def registration_key(tensor: Tensor) -> tuple[object, ...]:
     """Sorts tensors as PyTorch registers their parameters: by segment and layer, a weight before its bias."""
     parent, _, leaf = tensor.name.rpartition("/")
-    return tensor.segment, natural(parent), leaf == "bias", natural(leaf)
+    return tensor.segment, natural_key(parent), leaf == "bias", natural_key(leaf)
 
 
 def find_frozen(tensors: Sequence[Tensor], patterns: Sequence[str]) -> frozenset[str]:
@@ -98,17 +98,17 @@ def find_frozen(tensors: Sequence[Tensor], patterns: Sequence[str]) -> frozenset
     return frozenset(frozen)
 
 
-def two_groups(tensors: Sequence[Tensor]) -> Groups:
+def two_groups(tensors: Sequence[Tensor]) -> TensorGroups:
     """Splits into `deep`, every gradient between first and last segment, and `first`: normalisation, head, stem.
 
     Source: the buckets of the Tech-Renaissance trainer. A group without gradients vanishes.
     """
-    deep = [tensor for tensor in tensors if tensor.kind is Kind.G_DEEP_CONV]
-    first = [tensor for tensor in tensors if tensor.kind is not Kind.G_DEEP_CONV]
+    deep = [tensor for tensor in tensors if tensor.kind is RegionKind.G_DEEP_CONV]
+    first = [tensor for tensor in tensors if tensor.kind is not RegionKind.G_DEEP_CONV]
     return {name: members for name, members in (("deep", deep), ("first", first)) if members}
 
 
-def at_launches(segments: Sequence[int], tensors: Sequence[Tensor]) -> Groups:
+def at_launches(segments: Sequence[int], tensors: Sequence[Tensor]) -> TensorGroups:
     """Splits where the backward leaves one of `segments`; the first segment ends a group in any case.
 
     The groups are `deep1`, `deep2`, ... and `first`, which waits for the first segment.
@@ -121,12 +121,12 @@ def at_launches(segments: Sequence[int], tensors: Sequence[Tensor]) -> Groups:
     return {f"deep{index}": run for index, run in enumerate(deep, 1)} | {"first": first}
 
 
-def one_group(tensors: Sequence[Tensor]) -> Groups:
+def one_group(tensors: Sequence[Tensor]) -> TensorGroups:
     """Puts everything into one group, `all`, launched when the backward is done."""
     return {"all": tensors}
 
 
-def one_each(tensors: Sequence[Tensor]) -> Groups:
+def one_each(tensors: Sequence[Tensor]) -> TensorGroups:
     """Gives every gradient a group of its own, `leaf1`, `leaf2`, ..."""
     return {f"leaf{index}": [tensor] for index, tensor in enumerate(tensors, 1)}
 
@@ -151,7 +151,7 @@ def fill_buckets(tensors: Sequence[Tensor], limits_bytes: Sequence[int]) -> list
     return buckets
 
 
-def ddp_buckets(bucket_bytes: int, rebuilt: bool, tensors: Sequence[Tensor]) -> Groups:
+def ddp_buckets(bucket_bytes: int, rebuilt: bool, tensors: Sequence[Tensor]) -> TensorGroups:
     """Splits as PyTorch's DistributedDataParallel does, `bucket1`, `bucket2`, ... in the order of launch.
 
     Before the first step buckets are filled in the order of registration, then their list is reversed. Afterwards

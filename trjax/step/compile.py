@@ -16,7 +16,7 @@ from trjax.step.limits import SMALLER
 from trjax.step.program import Program
 
 
-class Ahead:
+class Deferred:
     """Called as the function itself; the first call waits until it is there, and raises what its making raised."""
 
     def __init__(self, make: Callable[[], Any], maker: ThreadPoolExecutor) -> None:
@@ -100,7 +100,7 @@ def compile_program(
     first, *others = sizes
     steps = {(first, 1): compile_step(first)}
     for size in others:
-        steps[size, 1] = Ahead(partial(compile_step, size), maker) if maker else compile_step(size)
+        steps[size, 1] = Deferred(partial(compile_step, size), maker) if maker else compile_step(size)
     if dispatch > 1:
         steps[0, dispatch] = compile_step(0, dispatch)
     return replace(compile_evaluation(program), steps=steps)

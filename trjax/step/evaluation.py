@@ -15,7 +15,7 @@ from trjax.models.chain import Chain, evaluate_chain
 from trjax.step import collectives
 from trjax.step.plan import NUM_SCORES
 from trjax.step.scores import score
-from trjax.xla.options import Options
+from trjax.xla.options import CompileOptions
 
 
 def evaluate_folded(chain: Chain, params: Any, batch_stats: Any, x: jax.Array, flip: bool) -> jax.Array:
@@ -41,7 +41,7 @@ def make_evaluation(
     mesh: Mesh,
     formats: Any,
     flip: bool = False,
-    options: Options | None = None,
+    options: CompileOptions | None = None,
 ) -> Any:
     """Returns the two programs of an evaluation: `accumulate` and `reduce_totals`.
 

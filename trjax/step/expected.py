@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from trjax.config.run import Config
 from trjax.cost.machines import Topology
 from trjax.models.chain import list_spans
-from trjax.step.buckets import ITEM_BYTES, Kind, natural
+from trjax.step.buckets import ITEM_BYTES, RegionKind, natural_key
 from trjax.step.plan import Plan
 from trjax.step.reducers import make_reducer
 
@@ -31,7 +31,7 @@ def _has_backward(plan: Plan, statistic: str) -> bool:
     layer, lowest = statistic.rpartition("/")[0], plan.segments.index(plan.groups[-1].launch_after)
     segment = plan.segments.index(layer.partition("/")[0])
     in_segment = [name for name in plan.trained if name.startswith(f"{plan.segments[segment]}/")]
-    below = any(natural(name.rpartition("/")[0]) < natural(layer) for name in in_segment)
+    below = any(natural_key(name.rpartition("/")[0]) < natural_key(layer) for name in in_segment)
     return segment > lowest or (segment == lowest and below)
 
 
@@ -51,7 +51,7 @@ def expect(config: Config, plan: Plan, topology: Topology) -> Expected:
     lowest = next(at for at, span in enumerate(spans) if plan.groups[-1].launch_after in span)
     pulled = {segment for span in spans[lowest:] for segment in span}  # through which the backward goes
     for region in plan.regions:
-        if config.bn == "sync" and region.kind is Kind.B_NEXT_MEAN:
+        if config.bn == "sync" and region.kind is RegionKind.B_NEXT_MEAN:
             moments_bytes = 2 * ITEM_BYTES * region.size_elements
             through = _has_backward(plan, region.name)
             again = config.remat != "none" and region.name.partition("/")[0] in pulled

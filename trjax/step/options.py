@@ -5,11 +5,11 @@ from jax.sharding import Mesh
 from trjax.config.run import Config
 from trjax.step.plan import Plan
 from trjax.step.reducers import Reducer
-from trjax.xla.options import CompilerOptions, Options, find_known_options
+from trjax.xla.options import CompileOptions, CompilerOptions, find_known_options
 
 USER_BUFFERS = "xla_gpu_enable_nccl_user_buffers"
 
-_BY_PLATFORM: dict[str, Options] = {
+_BY_PLATFORM: dict[str, CompileOptions] = {
     "cpu": {
         # Barriers are gone when the CPU's combiner runs, and it would merge the groups into one late AllReduce.
         "xla_disable_hlo_passes": "cpu-all-reduce-combiner",
@@ -33,7 +33,7 @@ _BY_PLATFORM: dict[str, Options] = {
     },
 }
 
-DETERMINISTIC: dict[str, Options] = {
+DETERMINISTIC: dict[str, CompileOptions] = {
     # Every kernel whose result depends on the order in which threads add is refused or replaced, and none is chosen
     # by how long it took.
     "gpu": {
@@ -45,7 +45,7 @@ DETERMINISTIC: dict[str, Options] = {
 """Options of `--deterministic`, beside those of the platform; the CPU needs none."""
 _DETERMINISTIC_NCCL = ("NCCL_ALGO=Ring", "NCCL_PROTO=Simple")  # one order of sums, whatever the message and the load
 
-INIT_OPTIONS: dict[str, Options] = {"cpu": {"xla_backend_optimization_level": 0}}
+INIT_OPTIONS: dict[str, CompileOptions] = {"cpu": {"xla_backend_optimization_level": 0}}
 """Options of the initialisation: it runs once, and optimising its random bits takes longer than drawing them."""
 
 
@@ -66,7 +66,7 @@ def probe_options(mesh: Mesh, deterministic: bool = False) -> CompilerOptions:
     return find_known_options(mesh, tuple({**_BY_PLATFORM.get(platform, {}), **added}.items()))
 
 
-def train_step_options(config: Config, reducer: Reducer, plan: Plan, mesh: Mesh) -> Options | None:
+def train_step_options(config: Config, reducer: Reducer, plan: Plan, mesh: Mesh) -> CompileOptions | None:
     """Returns the options of the train step; None leaves the compiler its own.
 
     An ordinary step gets none but those that determinism needs.

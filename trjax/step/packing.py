@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from trjax.step.buckets import Kind
+from trjax.step.buckets import RegionKind
 from trjax.step.plan import Group, Region
 from trjax.step.spec import GradientPlan
 
-STATISTICS = (Kind.B_NEXT_MEAN, Kind.B_NEXT_VAR)
+STATISTICS = (RegionKind.B_NEXT_MEAN, RegionKind.B_NEXT_VAR)
 
 
 def _concatenate(pieces: Sequence[jax.Array]) -> jax.Array:
@@ -26,20 +26,20 @@ def _logical(region: Region, flat: jax.Array) -> jax.Array:
     return physical.transpose(sorted(range(len(region.shape)), key=region.physical_order.__getitem__))
 
 
-def spread_shards(region: Region, leaf: jax.Array, shards: int) -> jax.Array:
+def split_shards(region: Region, leaf: jax.Array, shards: int) -> jax.Array:
     """Returns a tensor as it lies in the shards, shape (shards, shard_elements), padded with zeros.
 
     Of `R_RESULT` every shard holds the whole.
     """
     flat = _physical(region, leaf)
-    if region.kind is Kind.R_RESULT:
+    if region.kind is RegionKind.R_RESULT:
         return jnp.broadcast_to(flat, (shards, flat.size))
     return jnp.pad(flat, (0, shards * region.shard_elements - flat.size)).reshape(shards, -1)
 
 
 def join_shards(region: Region, rows: jax.Array) -> jax.Array:
-    """Returns the tensor, in its logical shape, of what lies in the shards: the inverse of `spread_shards`."""
-    whole = rows[0] if region.kind is Kind.R_RESULT else rows.reshape(-1)[: region.size_elements]
+    """Returns the tensor, in its logical shape, of what lies in the shards: the inverse of `split_shards`."""
+    whole = rows[0] if region.kind is RegionKind.R_RESULT else rows.reshape(-1)[: region.size_elements]
     return _logical(region, whole)
 
 
@@ -71,7 +71,7 @@ def pack(group: Group, leaves: Mapping[str, jax.Array], share: jax.Array | float
 
     def piece(region: Region) -> jax.Array:
         leaf = leaves[region.name]
-        laid_out = _physical(region, leaf) if group.shards == 1 else spread_shards(region, leaf, group.shards)
+        laid_out = _physical(region, leaf) if group.shards == 1 else split_shards(region, leaf, group.shards)
         return laid_out.astype(dtype or group.dtype)
 
     parts = _tile(group, {region.name: piece(region) for region in group.regions})

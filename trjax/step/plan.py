@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from trjax.step.buckets import Kind, Split, Tensor, natural, two_groups
+from trjax.step.buckets import Grouping, RegionKind, Tensor, natural_key, two_groups
 from trjax.trees import name_leaves
 
 ConvOrder = Literal["OHWI", "HWIO"]
@@ -42,7 +42,7 @@ class Region:
     """
 
     name: str
-    kind: Kind
+    kind: RegionKind
     shape: tuple[int, ...]
     physical_order: tuple[int, ...]
     offset_elements: int
@@ -117,19 +117,19 @@ class Plan:
         return frozenset(region.name for region in self.regions if region.kind.value.startswith("G_"))
 
 
-def _gradient_kind(name: str, names: set[str], first_segment: str, last_segment: str) -> Kind:
+def _gradient_kind(name: str, names: set[str], first_segment: str, last_segment: str) -> RegionKind:
     segment, _, _ = name.partition("/")
     parent, _, leaf = name.rpartition("/")
     if leaf == "scale":
-        return Kind.G_BN_WEIGHT
+        return RegionKind.G_BN_WEIGHT
     if leaf == "bias" and f"{parent}/scale" in names:
-        return Kind.G_BN_BIAS
+        return RegionKind.G_BN_BIAS
     if segment == first_segment:
         # With the stem in `deep`, the large group could not start before the whole backward is done.
-        return Kind.G_FIRST_CONV
+        return RegionKind.G_FIRST_CONV
     if segment == last_segment:
-        return Kind.G_FC_BIAS if leaf == "bias" else Kind.G_FC_WEIGHT
-    return Kind.G_DEEP_CONV
+        return RegionKind.G_FC_BIAS if leaf == "bias" else RegionKind.G_FC_WEIGHT
+    return RegionKind.G_DEEP_CONV
 
 
 def physical_order(shape: Sequence[int], conv_order: ConvOrder) -> tuple[int, ...]:
@@ -154,7 +154,7 @@ def list_tensors(params_shape: Any, segments: Sequence[str]) -> list[Tensor]:
     for name, leaf in params.items():
         kind = _gradient_kind(name, set(params), segments[0], segments[-1])
         tensors.append(Tensor(name, kind, tuple(leaf.shape), position[name.partition("/")[0]]))
-    return sorted(tensors, key=lambda tensor: (tensor.segment, natural(tensor.name)), reverse=True)
+    return sorted(tensors, key=lambda tensor: (tensor.segment, natural_key(tensor.name)), reverse=True)
 
 
 def _check(tensors: Mapping[str, Any], segments: Sequence[str]) -> None:
@@ -170,10 +170,10 @@ def _check(tensors: Mapping[str, Any], segments: Sequence[str]) -> None:
 
 def _passengers(stats: Mapping[str, Any], last_segment: int) -> tuple[Tensor, list[Tensor]]:
     """Returns the results of the batch and the BatchNorm statistics, complete when the forward is."""
-    results = Tensor("results", Kind.R_RESULT, (NUM_RESULTS,), last_segment)
+    results = Tensor("results", RegionKind.R_RESULT, (NUM_RESULTS,), last_segment)
     statistics = []
     for name, leaf in stats.items():
-        kind = Kind.B_NEXT_MEAN if "mean" in name.rpartition("/")[2] else Kind.B_NEXT_VAR
+        kind = RegionKind.B_NEXT_MEAN if "mean" in name.rpartition("/")[2] else RegionKind.B_NEXT_VAR
         statistics.append(Tensor(name, kind, tuple(leaf.shape), last_segment))
     return results, statistics
 
@@ -191,7 +191,7 @@ class PlanSpec:
         bundled: False reduces results and every statistic by themselves.
     """
 
-    split: Split = two_groups
+    split: Grouping = two_groups
     conv_order: ConvOrder = "OHWI"
     frozen: frozenset[str] = frozenset()
     comm_dtype: str = "float32"
@@ -202,9 +202,11 @@ class PlanSpec:
 def _tile(members: Sequence[Tensor], spec: PlanSpec) -> tuple[tuple[Region, ...], int]:
     """Returns the regions of a group without gaps, in memory order, and the elements of one of its shards."""
     offset, regions = 0, []
-    for tensor in sorted(members, key=lambda tensor: list(Kind).index(tensor.kind)):  # stable: readiness in a kind
+    for tensor in sorted(
+        members, key=lambda tensor: list(RegionKind).index(tensor.kind)
+    ):  # stable: readiness in a kind
         elements = math.prod(tensor.shape)
-        elements = elements if tensor.kind is Kind.R_RESULT else math.ceil(elements / spec.shards)
+        elements = elements if tensor.kind is RegionKind.R_RESULT else math.ceil(elements / spec.shards)
         order = physical_order(tensor.shape, spec.conv_order)
         regions.append(Region(tensor.name, tensor.kind, tensor.shape, order, offset, elements))
         offset += elements

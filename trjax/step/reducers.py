@@ -7,7 +7,7 @@ from functools import partial
 from trjax.config.run import Config
 from trjax.cost.machines import Topology
 from trjax.step import collectives
-from trjax.step.buckets import ITEM_BYTES, MIB_BYTES, Split, ddp_buckets, one_each, one_group, two_groups
+from trjax.step.buckets import ITEM_BYTES, MIB_BYTES, Grouping, ddp_buckets, one_each, one_group, two_groups
 from trjax.step.collectives import Launch
 from trjax.step.plan import Group
 
@@ -29,7 +29,7 @@ class Reducer:
         written_out: the same bits on all devices, which `shard_map` cannot see.
     """
 
-    split: Split
+    split: Grouping
     launch: Launch
     calls: Callable[[Group, Topology], Sequence[Call]]
     sharded: bool = False

@@ -13,7 +13,7 @@ from trjax.models.chain import Chain
 from trjax.step.collectives import Launch
 from trjax.step.plan import Plan
 from trjax.step.state import TrainState
-from trjax.xla.options import Options
+from trjax.xla.options import CompileOptions
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StepSpec:
     steps_per_epoch: int
     ema_decay: float = 0.0
     written_out: bool = False
-    options: Options | None = None
+    options: CompileOptions | None = None
 
 
 class StepInputs(NamedTuple):

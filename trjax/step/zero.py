@@ -26,7 +26,7 @@ from trjax.step.packing import (
     check_finite,
     join_shards,
     pack_shard,
-    spread_shards,
+    split_shards,
     unpack,
     unpack_means,
 )
@@ -58,7 +58,7 @@ def _convert(
 
 def shard_state(optimizer: optax.GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
     """Returns the state with its optimizer state in shards, one behind the other, shape (shards * elements,) each."""
-    spread = lambda region, leaf: spread_shards(region, leaf, plan.shards).reshape(-1)  # noqa: E731
+    spread = lambda region, leaf: split_shards(region, leaf, plan.shards).reshape(-1)  # noqa: E731
     return _convert(optimizer, plan, state, spread)
 
 
@@ -79,7 +79,7 @@ def _own_shards(plan: Plan, params: Any) -> Any:
     """Returns this device's shard of every parameter, shape (shard_elements,) each."""
     leaves, index = name_leaves(params), collectives.device_index()
     rows = {
-        region.name: spread_shards(region, leaves[region.name], plan.shards)
+        region.name: split_shards(region, leaves[region.name], plan.shards)
         for region in plan.regions
         if region.name in leaves
     }

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trjax.xla.hlo import Instruction, Module, Shape
-from trjax.xla.replicas import Groups, parse_groups
+from trjax.xla.replicas import ReplicaGroups, parse_groups
 
-Kind = Literal["convolution", "matmul", "kernel", "start", "done", "blocking"]
+OperationKind = Literal["convolution", "matmul", "kernel", "start", "done", "blocking"]
 
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "partition-id"}
 _VIEWS = {"bitcast", "reshape"}
@@ -44,7 +44,7 @@ class Operation:
     """
 
     name: str
-    kind: Kind
+    kind: OperationKind
     source: str
     read_bytes: int
     written_bytes: int
@@ -55,10 +55,10 @@ class Operation:
     moves_only: bool = False
     collective: str = ""
     size_bytes: int = 0
-    groups: Groups = ()
+    groups: ReplicaGroups = ()
 
 
-def _collective_of(module: Module, instruction: Instruction) -> tuple[str, Groups]:
+def _collective_of(module: Module, instruction: Instruction) -> tuple[str, ReplicaGroups]:
     """Returns the collective that an instruction starts or is, in whichever form it is printed, and what it joins."""
     base = instruction.opcode.removesuffix("-start")
     if base in _COLLECTIVES:
@@ -95,7 +95,7 @@ def _matmul_flops(result: Shape, left: Shape, attributes: str) -> float:
     return 2.0 * result.size_elements * math.prod(left.dims[dim] for dim in dims)
 
 
-def _flops(instruction: Instruction, defined: dict[str, Instruction]) -> tuple[Kind, float]:
+def _flops(instruction: Instruction, defined: dict[str, Instruction]) -> tuple[OperationKind, float]:
     """Returns the kind and the FLOPs of one instruction that is not a collective."""
     shapes = [defined[name].shapes[0] for name in instruction.operands if name in defined and defined[name].shapes]
     if len(shapes) < 2 or not instruction.shapes:
@@ -194,7 +194,7 @@ def _make(
     if collective:
         blocking = '"is_sync":true' in instruction.attributes or not instruction.opcode.endswith("-start")
         moved = sum(defined[operand].size_bytes for operand in instruction.operands if operand in defined)
-        kind: Kind = "blocking" if blocking else "start"
+        kind: OperationKind = "blocking" if blocking else "start"
         return Operation(
             name, kind, source, 0, 0, 0.0, first, before, collective=collective, size_bytes=moved, groups=groups
         )

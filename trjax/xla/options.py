@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from trjax.mesh import REPLICATED, placement
 from trjax.xla.cache import without_cache
 
-Options = dict[str, Any]
+CompileOptions = dict[str, Any]
 """Names and values, as `jax.jit(compiler_options=...)` takes them."""
 
 
@@ -24,7 +24,7 @@ class CompilerOptions:
         dropped: options that this version of the compiler does not know.
     """
 
-    accepted: Options
+    accepted: CompileOptions
     dropped: tuple[str, ...]
 
 
@@ -39,7 +39,7 @@ def find_known_options(mesh: Mesh, wanted: tuple[tuple[str, bool | int | str], .
     Raises:
         jax.errors.JaxRuntimeError: the compiler fails for another reason.
     """
-    accepted: Options = dict(wanted)
+    accepted: CompileOptions = dict(wanted)
     dropped: list[str] = []
     empty = jax.jit(lambda x: x, in_shardings=placement(mesh, REPLICATED)).lower(jax.ShapeDtypeStruct((), "float32"))
     while True:

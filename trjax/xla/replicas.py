@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-Groups = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 """Devices, by their number in the program, that communicate with each other; of a permutation, its pairs."""
 
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
@@ -20,7 +20,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)  # a ring prints the same thousand pairs at every step
-def parse_groups(attributes: str) -> Groups:
+def parse_groups(attributes: str) -> ReplicaGroups:
     """Returns the groups that an instruction's attributes name; empty if they name none: all devices.
 
     >>> parse_groups("replica_groups={{0,1},{2,3}}, use_global_device_ids=true")
@@ -46,5 +46,5 @@ def parse_groups(attributes: str) -> Groups:
     return ()
 
 
-def _rows(grid: np.ndarray) -> Groups:
+def _rows(grid: np.ndarray) -> ReplicaGroups:
     return tuple(tuple(int(device) for device in row) for row in grid)
