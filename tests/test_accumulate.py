@@ -89,7 +89,7 @@ def test_one_reduction_and_the_memory_of_one_micro_batch() -> None:
     deep, first = found.timeline.communications  # behind the rest of the last micro-batch's backward, as with one
     assert not deep.blocking
     assert not first.blocking
-    assert any(span.operation.kind == "convolution" for span in deep.behind)
+    assert any(span.operation.kind == "convolution" for span in deep.overlapped)
     flops = {count: sum(operation.flops for operation in of_it.operations) for count, of_it in compiled.items()}
     assert flops[3] == 3 * flops[1]
 
