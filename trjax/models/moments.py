@@ -249,6 +249,9 @@ def _expand_forward(
 ) -> tuple[Result, tuple[Any, ...]]:
     x = x * _per_example(given.mask, x).astype(x.dtype)
     count, total = _count(given, x), _total(x)
+    # The barrier has `x` written, as the convolution needs it anyway. Without it, XLA 0.10 also computes `x` inside of
+    # the products of channels, and aborts on the strides of a slice in there (tests/test_compiles.py).
+    x = lax.optimization_barrier(x)
     centre = total / jnp.maximum(count, 1)
     covariance = _correlate(x, x, lax.Precision.HIGHEST) - jnp.outer(total, centre)
     products, own_mean = _small(covariance, kernel), (centre[:, None] * kernel).sum(0)
