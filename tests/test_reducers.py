@@ -72,6 +72,11 @@ def reduced_by(name: Any, num_devices: int, how: Any = MappingProxyType({}), **c
     return reduced_on(num_devices, chain, params, batch_stats, block, reducer.split, **recipe)
 
 
+@cache
+def two_groups_on_four() -> dict[str, np.ndarray]:
+    return reduced_by("two_group", 4)
+
+
 @pytest.mark.parametrize("num_devices", [1, 2, pytest.param(3, marks=pytest.mark.fast), 4, 8])
 @pytest.mark.parametrize("name", REDUCERS)
 def test_every_reducer_gives_the_gradients_of_one_device(name: str, num_devices: int) -> None:
@@ -99,7 +104,7 @@ def test_combinations_give_what_two_groups_give(name: str, recipe: Any) -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "hierarchical", "ring"])
 def test_narrow_sums_of_other_reducers(name: str) -> None:
-    exact, narrow = reduced_by("two_group", 4), reduced_by(name, 4, comm_dtype="bfloat16")
+    exact, narrow = two_groups_on_four(), reduced_by(name, 4, comm_dtype="bfloat16")
     gradients = {key: exact[key] for key in whole_batch() if "running" not in key}
     assert 0 < worst_kind_error(narrow, gradients) < 2 * 2**-8
     assert worst_kind_error(narrow, {key: exact[key] for key in whole_batch() if "running" in key}) < EXACT
@@ -119,7 +124,7 @@ def test_one_ring_message_too_few_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2**-8), ("float16", 2**-11)])
 def test_narrow_sums_round_gradients_alone(dtype: Any, rounding: float) -> None:
-    exact = reduced_by("two_group", 4)
+    exact = two_groups_on_four()
     narrow = reduced_by("two_group", 4, comm_dtype=dtype)
     gradients = [name for name in exact if name in whole_batch() and "running" not in name]
     assert 0 < worst_kind_error(narrow, {name: exact[name] for name in gradients}) < rounding

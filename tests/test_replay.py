@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import noise_block, one_block_chain
+from helpers import dense_chain, noise_block
 
 from trjax.data.batches import Batch
 from trjax.data.mixing import Inputs
@@ -23,9 +23,9 @@ TINY = [
 
 
 def first(change: Any = lambda params: params, images: Any = None) -> str:
-    chain = one_block_chain()
-    params, batch_stats = init_chain(chain, jax.random.key(0), (8, 8, 3))
-    noise, labels, mask = noise_block(0, 4)
+    chain = dense_chain("local")  # op by op: every operation compiles by itself
+    params, batch_stats = init_chain(chain, jax.random.key(0), (3, 3, 1))
+    noise, labels, mask = noise_block(0, 4, (3, 3, 1))
     images = noise if images is None else images
     block = Batch(images, labels, mask, labels)
     return find_first(chain, change(params), batch_stats, Inputs(jnp.asarray(images)), block, jax.random.key(0), 4)
@@ -35,11 +35,11 @@ def test_the_first_segment_and_the_operation_are_named() -> None:
     assert first() == ""
 
     def spoil(params: Any) -> Any:
-        head = {**params["head"]["fc"], "bias": jnp.full(10, jnp.inf)}
-        return {**params, "head": {"fc": head}}
+        last = {**params["last"]["Dense_0"], "bias": jnp.full(10, jnp.inf)}
+        return {**params, "last": {"Dense_0": last}}
 
-    assert first(spoil) == "forward of head: head/output"
-    assert first(images=np.full((4, 8, 8, 3), np.nan, np.float32)).startswith("forward of stem: invalid value (nan)")
+    assert first(spoil) == "forward of last: last/output"
+    assert first(images=np.full((4, 3, 3, 1), np.nan, np.float32)).startswith("forward of first: invalid value (nan)")
 
 
 def test_a_run_that_gave_up_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
