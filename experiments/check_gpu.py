@@ -153,7 +153,7 @@ def measure_plain(config: Config, mesh: Mesh, num_steps: int) -> float | None:
 
     None, and prints why, where that does not fit.
     """
-    with patch("trjax.models.resnet.pays", return_value=False):
+    with patch("trjax.models.resnet.saves_traffic", return_value=False):
         program = make_program(config, mesh)
         step = lower_step(program).compile()
     try:

@@ -22,8 +22,8 @@ from matplotlib.lines import Line2D
 from report import Common, Row, announce, main, print_rows, progress, write_rows
 
 from trjax.config.run import Config
+from trjax.cost.collectives import predict_efficiency
 from trjax.cost.machines import Machine, Topology, make_machine
-from trjax.cost.scaling import predict_efficiency
 from trjax.cost.targets import find_target
 from trjax.mesh import start_platform
 from trjax.step.planner import Shapes, plan_run

@@ -10,10 +10,15 @@ from trjax.cost.algorithms import (
     predict_zero1,
     predict_zero3,
 )
-from trjax.cost.collectives import CALL_SECONDS, predict_algorithms, predict_all_reduce
+from trjax.cost.collectives import (
+    CALL_SECONDS,
+    predict_algorithms,
+    predict_all_reduce,
+    predict_efficiency,
+    predict_speedup,
+)
 from trjax.cost.kernels import LAUNCH_SECONDS, predict_kernel
 from trjax.cost.machines import Machine, Topology, flat_link, make_machine, parse_topology
-from trjax.cost.scaling import predict_efficiency, predict_speedup
 from trjax.cost.targets import TARGETS
 
 pytestmark = pytest.mark.fast

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from trjax.mesh import AXIS, make_mesh
 from trjax.models.batchnorm import BatchNorm
-from trjax.models.moments import EPSILON, Given, expand, normalise, pays
+from trjax.models.moments import EPSILON, NormInputs, convolve_and_normalise, normalise, saves_traffic
 from trjax.models.resnet import ConvNorm
 from trjax.step.collectives import sum_moments
 
@@ -37,7 +37,7 @@ def ways() -> tuple[Any, Any]:
         y, new = module.apply(variables, z, train=True, mask=mask, mutable=["batch_stats"])
         return y, new["batch_stats"]["running_mean"], new["batch_stats"]["running_var"]
 
-    return lambda reduce, *values: expand(reduce, None, *values[:4], Given(*values[4:])), plain
+    return lambda reduce, *values: convolve_and_normalise(reduce, None, *values[:4], NormInputs(*values[4:])), plain
 
 
 def layer(seed: int, examples: int, mask: Any = None) -> list[jax.Array]:
@@ -52,7 +52,9 @@ def test_worked_by_hand() -> None:
     """Pixels 1, 2 and 3 times 2: mean 4, variance 8/3, unbiased 4."""
     x = jnp.array([1.0, 2, 3]).reshape(3, 1, 1, 1)
     one = jnp.ones(1)
-    y, mean, unbiased = expand(None, None, x, jnp.full((1, 1), 2.0), one, 0 * one, Given(jnp.ones(3), 0 * one, one))
+    y, mean, unbiased = convolve_and_normalise(
+        None, None, x, jnp.full((1, 1), 2.0), one, 0 * one, NormInputs(jnp.ones(3), 0 * one, one)
+    )
     np.testing.assert_allclose(y.ravel(), np.array([-2, 0, 2]) / np.sqrt(8 / 3 + EPSILON), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose([mean[0], unbiased[0]], [4, 4], rtol=1e-6)
 
@@ -105,7 +107,7 @@ def test_a_convolution_of_the_model_is_the_plain_one(stride: int, monkeypatch: p
 
     expanded, products = differentiate()
     assert products
-    monkeypatch.setattr("trjax.models.resnet.pays", lambda *_: False)
+    monkeypatch.setattr("trjax.models.resnet.saves_traffic", lambda *_: False)
     plain, products = differentiate()
     assert not products
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), expanded, plain)
@@ -141,7 +143,7 @@ def test_gradients_are_slopes() -> None:
     (cotangent,) = arrays(5, (4, 3, 4, FEATURES))
 
     def loss(*own: Any) -> jax.Array:
-        return (expand(None, None, *own, Given(*values[4:]))[0] * cotangent).sum()
+        return (convolve_and_normalise(None, None, *own, NormInputs(*values[4:]))[0] * cotangent).sum()
 
     ahead, step = arrays(6, *(leaf.shape for leaf in values[:4])), 1e-2
     there, back = (
@@ -178,17 +180,17 @@ def test_shared_moments_are_those_of_the_whole_batch(world_size: int) -> None:
 
 
 def test_where_it_pays() -> None:
-    assert pays((256, 56, 56, 64), 256)
-    assert pays((256, 7, 7, 1024), 2048)
-    assert not pays((256, 56, 56, 256), 64)  # fewer features
-    assert not pays((2, 2, 2, 64), 256)  # 8 pixels for 64 channels
+    assert saves_traffic((256, 56, 56, 64), 256)
+    assert saves_traffic((256, 7, 7, 1024), 2048)
+    assert not saves_traffic((256, 56, 56, 256), 64)  # fewer features
+    assert not saves_traffic((2, 2, 2, 64), 256)  # 8 pixels for 64 channels
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (6, 7, 7, 3), (6, 11, 11, 3), (6, 4, 4, 3), (6, 3, 5, 2), (6, 1, 1, 4)])
 def test_sums_over_any_number_of_pixels(shape: tuple[int, ...]) -> None:
     """Runs of eight, of seven, of none: mean and unbiased variance are numpy's, in float64."""
     (x,), channels = arrays(7, shape), shape[-1]
-    given = Given(jnp.ones(6), jnp.full(channels, 0.3), jnp.ones(channels))
+    given = NormInputs(jnp.ones(6), jnp.full(channels, 0.3), jnp.ones(channels))
     _, mean, var = jax.jit(partial(normalise, None, False))(x, jnp.ones(channels), jnp.zeros(channels), given)
     values = np.asarray(x, np.float64).reshape(-1, channels)
     np.testing.assert_allclose(mean, values.mean(0), atol=1e-6)

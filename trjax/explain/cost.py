@@ -7,7 +7,7 @@ from itertools import groupby
 import tyro
 
 from trjax.cost.algorithms import Cost
-from trjax.cost.collectives import CALL_SECONDS, predict_algorithms
+from trjax.cost.collectives import CALL_SECONDS, predict_algorithms, predict_efficiency, predict_speedup
 from trjax.cost.machines import (
     NETWORK_LATENCY_SECONDS,
     NVLINK_LATENCY_SECONDS,
@@ -16,7 +16,6 @@ from trjax.cost.machines import (
     flat_link,
     make_machine,
 )
-from trjax.cost.scaling import predict_efficiency, predict_speedup
 from trjax.cost.targets import find_target
 from trjax.text import format_table
 

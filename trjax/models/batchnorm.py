@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
 
-from trjax.models.moments import EPSILON, Given, Reduce, expand, normalise, per_channel, rectify
+from trjax.models.moments import EPSILON, NormInputs, ReduceMoments, convolve_and_normalise, normalise, per_channel
+from trjax.models.rectify import rectify
 
 
 class BatchNorm(nn.Module):
@@ -29,7 +30,7 @@ class BatchNorm(nn.Module):
 
     momentum: float = 0.9
     scale_init: Initializer = nn.initializers.ones
-    reduce_moments: Reduce | None = None
+    reduce_moments: ReduceMoments | None = None
 
     @nn.compact
     def __call__(
@@ -60,11 +61,11 @@ class BatchNorm(nn.Module):
             running_var = self.variable("batch_stats", "running_var", jnp.ones, shape)
             mean, var = running_mean.value, running_var.value
             if train:
-                given = Given(mask, mean, var)
+                given = NormInputs(mask, mean, var)
                 if kernel is None:
                     y, mean, var = normalise(self.reduce_moments, rectified, x, scale, bias, given)
                 else:
-                    y, mean, var = expand(self.reduce_moments, precision, x, kernel, scale, bias, given)
+                    y, mean, var = convolve_and_normalise(self.reduce_moments, precision, x, kernel, scale, bias, given)
                     y = rectify(y) if rectified else y
                 running_mean.value += (1 - self.momentum) * (mean - running_mean.value)
                 running_var.value += (1 - self.momentum) * (var - running_var.value)

@@ -19,13 +19,13 @@ from jax import lax
 EPSILON = 1e-5
 """Added to the variance before the square root; one value for all layers, so that folding needs only trees."""
 
-Reduce = Callable[[jax.Array], jax.Array]
+ReduceMoments = Callable[[jax.Array], jax.Array]
 """Sums a float32 vector over all devices, `collectives.sum_moments`."""
 Result = tuple[jax.Array, jax.Array, jax.Array]
 """The normalised array, and the mean and unbiased variance of the real examples; the old ones if there are none."""
 
 
-class Given(NamedTuple):
+class NormInputs(NamedTuple):
     """What normalising takes beside an array and its parameters, float32; none of it has a gradient.
 
     Attributes:
@@ -83,12 +83,12 @@ def _sum_pair(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array
     return sums[:channels], sums[channels:]
 
 
-def _count(given: Given, x: jax.Array) -> jax.Array:
+def _count(given: NormInputs, x: jax.Array) -> jax.Array:
     """Returns the real values of a channel, shape (1,)."""
     return given.mask.sum(keepdims=True) * math.prod(x.shape[1:-1])
 
 
-def _share(reduce_moments: Reduce | None, *vectors: jax.Array) -> list[jax.Array]:
+def _share(reduce_moments: ReduceMoments | None, *vectors: jax.Array) -> list[jax.Array]:
     """Returns vectors summed over the devices, if they share them; all in one AllReduce."""
     if reduce_moments is None:
         return list(vectors)
@@ -96,7 +96,7 @@ def _share(reduce_moments: Reduce | None, *vectors: jax.Array) -> list[jax.Array
     return jnp.split(reduce_moments(jnp.concatenate(vectors)), ends[:-1])
 
 
-def _settle(reduce_moments: Reduce | None, sums: tuple[jax.Array, ...], given: Given) -> Moments:
+def _finish_moments(reduce_moments: ReduceMoments | None, sums: tuple[jax.Array, ...], given: NormInputs) -> Moments:
     """Returns the moments, from count and sums of what deviates from the old running mean and of its square.
 
     That mean is the same on all devices: the difference of squares then cancels little, and sums add up.
@@ -112,12 +112,12 @@ def _settle(reduce_moments: Reduce | None, sums: tuple[jax.Array, ...], given: G
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def normalise(
-    reduce_moments: Reduce | None,
+    reduce_moments: ReduceMoments | None,
     rectified: bool,
     x: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
-    given: Given,
+    given: NormInputs,
 ) -> Result:
     """Normalises an array: one pass over it for the moments, one for the result; backward two with the cotangent.
 
@@ -133,24 +133,27 @@ def normalise(
 
 
 def _normalise_forward(
-    reduce_moments: Reduce | None,
+    reduce_moments: ReduceMoments | None,
     rectified: bool,
     x: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
-    given: Given,
+    given: NormInputs,
 ) -> tuple[Result, tuple[jax.Array, ...]]:
     x32, weights = x.astype(jnp.float32), _per_example(given.mask, x)
     offset = x32 - per_channel(given.mean, x)
     sums = _count(given, x), *_sum_pair(offset * weights, offset * offset * weights)
-    mean, unbiased, inverse, count = _settle(reduce_moments, sums, given)
+    mean, unbiased, inverse, count = _finish_moments(reduce_moments, sums, given)
     y = (x32 - per_channel(mean, x)) * per_channel(inverse * scale, x) + per_channel(bias, x)
     y = jnp.maximum(y, 0) if rectified else y
     return (y.astype(x.dtype), mean, unbiased), (x, scale, bias, mean, inverse, _per_example(given.mask / count, x))
 
 
 def _normalise_backward(
-    reduce_moments: Reduce | None, rectified: bool, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array, ...]
+    reduce_moments: ReduceMoments | None,
+    rectified: bool,
+    saved: tuple[jax.Array, ...],
+    cotangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array | None, ...]:
     """One pass over `x` and `dy` for their two sums, one for `dx`. The new statistics have no gradient."""
     x, scale, bias, mean, inverse, share = saved
@@ -183,25 +186,6 @@ def _correlate(x: jax.Array, y: jax.Array, precision: Any) -> jax.Array:
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-@jax.custom_vjp
-def rectify(x: jax.Array) -> jax.Array:
-    """Returns `x`, and 0 where it is negative; the gradient asks the result, so that `x` need not be kept."""
-    return jnp.maximum(x, 0)
-
-
-def _rectify_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    y = rectify(x)
-    return y, y
-
-
-def _rectify_backward(y: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    # Behind the barrier the compiler does not see that it could ask `x`, and then keep that.
-    return (jnp.where(lax.optimization_barrier(y) > 0, dy, 0),)
-
-
-rectify.defvjp(_rectify_forward, _rectify_backward)
-
-
 def _total(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32).sum(tuple(range(1, x.ndim - 1))).sum(0)
 
@@ -210,14 +194,14 @@ _small = partial(jnp.dot, precision=lax.Precision.HIGHEST)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def expand(
-    reduce_moments: Reduce | None,
+def convolve_and_normalise(
+    reduce_moments: ReduceMoments | None,
     precision: Any,
     x: jax.Array,
     kernel: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
-    given: Given,
+    given: NormInputs,
 ) -> Result:
     """Convolves images with a 1x1 kernel and normalises the result, which itself is neither written nor read.
 
@@ -235,17 +219,17 @@ def expand(
         bias: likewise.
         given: mask and running statistics.
     """
-    return _expand_forward(reduce_moments, precision, x, kernel, scale, bias, given)[0]
+    return _convolve_forward(reduce_moments, precision, x, kernel, scale, bias, given)[0]
 
 
-def _expand_forward(
-    reduce_moments: Reduce | None,
+def _convolve_forward(
+    reduce_moments: ReduceMoments | None,
     precision: Any,
     x: jax.Array,
     kernel: jax.Array,
     scale: jax.Array,
     bias: jax.Array,
-    given: Given,
+    given: NormInputs,
 ) -> tuple[Result, tuple[Any, ...]]:
     x = x * _per_example(given.mask, x).astype(x.dtype)
     count, total = _count(given, x), _total(x)
@@ -257,7 +241,7 @@ def _expand_forward(
     products, own_mean = _small(covariance, kernel), (centre[:, None] * kernel).sum(0)
     shift = own_mean - given.mean
     sums = count, count * shift, (kernel * products).sum(0) + count * shift**2
-    moments = _settle(reduce_moments, sums, given)
+    moments = _finish_moments(reduce_moments, sums, given)
     factor = moments.inverse * scale
     weights = (kernel * factor[None]).astype(x.dtype)
     # What is multiplied is rounded, and its mean is what must be taken off. The bias takes the images' type, or the
@@ -268,8 +252,8 @@ def _expand_forward(
     return (y, moments.mean, moments.unbiased), saved
 
 
-def _expand_backward(
-    reduce_moments: Reduce | None, precision: Any, saved: tuple[Any, ...], cotangents: tuple[jax.Array, ...]
+def _convolve_backward(
+    reduce_moments: ReduceMoments | None, precision: Any, saved: tuple[Any, ...], cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array | None, ...]:
     """With z = x @ kernel, the gradient of z is a dy + b z + c, channel by channel; z need not be there for it."""
     x, kernel, scale, mask, moments, total, products, own_mean = saved
@@ -290,11 +274,11 @@ def _expand_backward(
     return dx, dkernel, moment * moments.inverse, dbias, None
 
 
-expand.defvjp(_expand_forward, _expand_backward)
+convolve_and_normalise.defvjp(_convolve_forward, _convolve_backward)
 
 
-def pays(shape: Sequence[int], features: int) -> bool:
-    """Tells whether `expand` is worth it for images of a shape: what it need not move is more than it computes.
+def saves_traffic(shape: Sequence[int], features: int) -> bool:
+    """Tells whether `convolve_and_normalise` saves more memory traffic than it costs, for images of a shape.
 
     There must be more features than channels, and many more pixels: products of channels take the place of images.
     """

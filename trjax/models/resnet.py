@@ -5,7 +5,6 @@ Sources: He et al., "Deep Residual Learning for Image Recognition", 2016 (both f
 "Deep Networks with Stochastic Depth", 2016.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -17,11 +16,12 @@ import jax.numpy as jnp
 from trjax.keys import keep_or_drop
 from trjax.models.batchnorm import BatchNorm
 from trjax.models.convolution import convolve
-from trjax.models.moments import pays, rectify
+from trjax.models.moments import ReduceMoments, saves_traffic
 from trjax.models.pooling import blur, max_pool
+from trjax.models.rectify import rectify
 
 Stem = Literal["imagenet", "cifar"]
-Reduce = Callable[[jax.Array], jax.Array] | None
+
 
 _conv_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
@@ -44,7 +44,7 @@ class ConvNorm(nn.Module):
     kernel: int
     stride: int = 1
     dtype: jnp.dtype = jnp.dtype("float32")
-    reduce_moments: Reduce = None
+    reduce_moments: ReduceMoments | None = None
     zero_scale: bool = False
     exact: bool = True
     rectified: bool = False
@@ -70,7 +70,7 @@ class ConvNorm(nn.Module):
         if self.kernel != 1 or self.dtype == jnp.float16:  # products of channels, small as gradients, vanish in float16
             return False
         height, width = (-(-side // self.stride) for side in shape[1:3])
-        return pays((shape[0], height, width, shape[3]), self.features)
+        return saves_traffic((shape[0], height, width, shape[3]), self.features)
 
 
 class StemSegment(nn.Module):
@@ -79,7 +79,7 @@ class StemSegment(nn.Module):
     features: int
     stem: Stem
     dtype: jnp.dtype = jnp.dtype("float32")
-    reduce_moments: Reduce = None
+    reduce_moments: ReduceMoments | None = None
     blur: bool = False
     exact: bool = True
 
@@ -117,7 +117,7 @@ class Block(nn.Module):
     bottleneck: bool
     projection: bool
     dtype: jnp.dtype = jnp.dtype("float32")
-    reduce_moments: Reduce = None
+    reduce_moments: ReduceMoments | None = None
     drop_path: float = 0.0
     blur: bool = False
     exact: bool = True
@@ -194,7 +194,7 @@ def make_resnet(
     width: int | None = None,
     stem: Stem | None = None,
     dtype: str = "float32",
-    reduce_moments: Reduce = None,
+    reduce_moments: ReduceMoments | None = None,
     blur_pool: bool = False,
     drop_path: float = 0.0,
     dropout: float = 0.0,

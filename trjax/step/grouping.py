@@ -17,14 +17,14 @@ from trjax.cost.collectives import predict_all_reduce
 from trjax.cost.kernels import predict_kernel
 from trjax.cost.machines import Machine
 from trjax.models.chain import Chain, apply_segment
-from trjax.models.moments import pays
+from trjax.models.moments import saves_traffic
 from trjax.trees import name_leaves
 
 _NORM_PASSES, _EXPANDED_PASSES = 6, 4
 """Times that the backward moves a convolution's output through memory outside of the convolutions: BatchNorm reads it
 and its cotangent for their sums, reads both again, and writes the next cotangent; ReLU and the residual sum take four
-more behind the last of a block. Where `moments.expand` takes the place of both, that is all. With these the backward
-of ResNet-50 takes 20.5 ms on an H100; replayed as compiled, it takes 21.0."""
+more after the last of a block. Where `moments.convolve_and_normalise` takes the place of both, that is all. With these
+the backward of ResNet-50 takes 20.5 ms on an H100; replayed as compiled, it takes 21.0."""
 INDIFFERENT_SECONDS = 2e-5
 """What leaving the default, or a group more, must save: it costs a few kernels too."""
 
@@ -56,7 +56,9 @@ def _backward_seconds(equation: Any, machine: Machine, num_gradients: int) -> fl
     left, weights, output = (variable.aval for variable in (*equation.invars, *equation.outvars))
     if equation.primitive.name == "conv_general_dilated":
         channels = weights.shape[equation.params["dimension_numbers"].rhs_spec[0]]
-        expanded = weights.size == channels * left.shape[-1] and pays(output.shape[:-1] + left.shape[-1:], channels)
+        expanded = weights.size == channels * left.shape[-1] and saves_traffic(
+            output.shape[:-1] + left.shape[-1:], channels
+        )
         passes = _EXPANDED_PASSES if expanded else _NORM_PASSES
         flops = 2 * output.size * weights.size / channels
     else:
