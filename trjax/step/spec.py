@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
@@ -88,29 +88,9 @@ class StepInputs(NamedTuple):
 
 Update = Callable[[TrainState, Batch, jax.Array, jax.Array], tuple[TrainState, jax.Array]]
 """`(state, block, learning_rates, votes) -> (state, outcome)` of one device, inside of `shard_map`."""
-
-
-class TrainStep(Protocol):
-    """A train step, jitted or compiled; see `update.make_train_step`."""
-
-    def __call__(
-        self, state: TrainState, batch: Batch, learning_rates: Any, votes: Any
-    ) -> tuple[TrainState, jax.Array]:
-        """Returns the state after the batch, which replaces the one before, and the outcome."""
-        ...
-
-
-class Accumulate(Protocol):
-    """Adds the scores of a batch to each device's totals; see `evaluation.make_evaluation`."""
-
-    def __call__(self, totals: jax.Array, params: Any, batch_stats: Any, batch: Batch) -> jax.Array:
-        """Returns the new totals."""
-        ...
-
-
-class ReduceTotals(Protocol):
-    """Sums the totals over the devices; see `evaluation.make_evaluation`."""
-
-    def __call__(self, totals: jax.Array) -> jax.Array:
-        """Returns the scores, shape (4,)."""
-        ...
+TrainStep = Callable[[TrainState, Batch, Any, Any], tuple[TrainState, jax.Array]]
+"""The same on the mesh, jitted or compiled; see `update.make_train_step`."""
+Accumulate = Callable[[jax.Array, Any, Any, Batch], jax.Array]
+"""`(totals, params, batch_stats, batch) -> totals`, jitted or compiled; see `evaluation.make_evaluation`."""
+ReduceTotals = Callable[[jax.Array], jax.Array]
+"""`totals -> scores`, jitted or compiled; see `evaluation.make_evaluation`."""
