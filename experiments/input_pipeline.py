@@ -1,8 +1,8 @@
-"""How fast do pictures come from their files to crops, how many cores does a GPU take, and how soon does a run start?
+"""How fast do images come from their files to crops, how many cores does a GPU take, and how soon does a run start?
 
 The ways take turns with torchvision's `ImageFolder`, in a process of its own, which waits while ours are measured. A
 core's images/s are those of a second of CPU time, which others on the machine hardly change; two workers are measured
-by the clock. The pictures are made here: of ImageNet's usual size, with the spectrum of natural ones.
+by the clock. The images are made here: of ImageNet's usual size, with the spectrum of natural ones.
 """
 
 import inspect
@@ -27,13 +27,13 @@ from report import Common, Row, announce, main, progress, require_positive, save
 
 from trjax.data.batches import epoch_order
 from trjax.data.folders import Files, _cache_path, _write_cache, find_files, index_folder
+from trjax.data.image_files import ImageFiles, ImageFileSource
 from trjax.data.pack import How, pack_split
-from trjax.data.pictures import Pictures, PictureSource
 from trjax.data.shards import open_shards
 
 HEIGHT, WIDTH, QUALITY, SUBSAMPLING = 375, 500, 90, "420"  # as most of ImageNet's files; about 100 kB each
 PACKED_SIDE, SHARD_MB, SIZE = 400, 2.0, (224, 224)
-PORTION = 64  # pictures that one way reads before another has its turn: the speed of a shared machine changes
+PORTION = 64  # images that one way reads before another has its turn: the speed of a shared machine changes
 READ_BATCH = 2  # examples that a worker reads at a time: few, so that two workers end a portion together
 FIRST_BATCH = 256
 NUM_CLASSES, NUM_LISTED = 1000, 1_300_000
@@ -89,7 +89,7 @@ def start_peer(python: str) -> subprocess.Popen[str]:
 
 
 def ask(peer: subprocess.Popen[str], folder: Path, indices: Sequence[int] = range(0)) -> tuple[float, float]:
-    """Returns the peer's seconds to read pictures, or to list their folder; raises ValueError if it has ended."""
+    """Returns the peer's seconds to read images, or to list their folder; raises ValueError if it has ended."""
     assert peer.stdin
     assert peer.stdout
     print(folder, *((indices[0], indices[-1] + 1) if indices else (0, 0)), file=peer.stdin, flush=True)
@@ -100,7 +100,7 @@ def ask(peer: subprocess.Popen[str], folder: Path, indices: Sequence[int] = rang
 
 
 def make_images(folder: Path, count: int) -> Files:
-    """Writes pictures of 1/f noise, which has much light and dark and little colour, and returns them; one class."""
+    """Writes images of 1/f noise, which has much light and dark and little colour, and returns them; one class."""
     (folder / "class").mkdir(parents=True)
     random = np.random.default_rng(0)
     frequency = np.hypot(np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH))
@@ -116,16 +116,18 @@ def make_images(folder: Path, count: int) -> Files:
     return index_folder(folder)
 
 
-def read_all(pictures: Pictures, pool: Executor, indices: Sequence[int], epoch: int) -> tuple[float, float]:
+def read_all(images: ImageFiles, pool: Executor, indices: Sequence[int], epoch: int) -> tuple[float, float]:
     """Reads examples, a few at a time, and returns the seconds; raises ValueError if one cannot be read."""
-    source = PictureSource(pictures, SIZE, stops=True)
+    source = ImageFileSource(images, SIZE, stops=True)
     batches = [np.array(indices[start : start + READ_BATCH]) for start in range(0, len(indices), READ_BATCH)]
     began, used = time.perf_counter(), time.process_time()
     list(pool.map(lambda batch: source.read(batch, epoch)[1], batches))
     return time.perf_counter() - began, time.process_time() - used
 
 
-def time_all(peer: subprocess.Popen[str] | None, files: Files, packed: Pictures, repeats: int) -> dict[str, np.ndarray]:
+def time_all(
+    peer: subprocess.Popen[str] | None, files: Files, packed: ImageFiles, repeats: int
+) -> dict[str, np.ndarray]:
     """Returns every way's seconds for an image, by the clock and of the CPU, shape (turns, 2)."""
     ways: dict[str, Callable[[Sequence[int], int], tuple[float, float]]] = {}
     if peer:
@@ -143,7 +145,7 @@ def time_all(peer: subprocess.Popen[str] | None, files: Files, packed: Pictures,
 
 
 def simulate_index(folder: Path) -> None:
-    """Remembers 1.3 million pictures of a folder of 1000 empty ones, so that nobody has to write them."""
+    """Caches the index of 1.3 million images of a folder of 1000 empty ones, so that nobody has to write them."""
     classes = tuple(f"n{label:08}" for label in range(NUM_CLASSES))
     for name in classes:
         (folder / name).mkdir(parents=True)
@@ -156,7 +158,7 @@ def simulate_index(folder: Path) -> None:
 
 
 def time_starts(
-    peer: subprocess.Popen[str] | None, scratch: Path, pictures: Pictures, repeats: int
+    peer: subprocess.Popen[str] | None, scratch: Path, images: ImageFiles, repeats: int
 ) -> dict[str, list[float]]:
     """Returns the seconds of every way to start, by the clock, a number a turn."""
     walked, listed, scale = scratch / "walked", scratch / "listed", NUM_LISTED / WALKED_FILES
@@ -173,10 +175,10 @@ def time_starts(
             find_files(walked)
             found["first start: walk, scaled"] = (time.perf_counter() - start) * scale
             start = time.perf_counter()
-            files = index_folder(listed)  # finds no picture, and says so, unless it remembers them
+            files = index_folder(listed)  # finds no image, and says so, unless the index is cached
             found["second start: index, simulated"] = time.perf_counter() - start
-            wanted = epoch_order(0, 0, len(files))[:FIRST_BATCH] % len(pictures)  # of the pictures that there are
-            read_all(pictures, pool, wanted.tolist(), 0)
+            wanted = epoch_order(0, 0, len(files))[:FIRST_BATCH] % len(images)  # of the images that there are
+            read_all(images, pool, wanted.tolist(), 0)
             found[f"second start: to {FIRST_BATCH} images"] = time.perf_counter() - start
             for name, seconds in found.items():
                 times.setdefault(name, []).append(seconds)

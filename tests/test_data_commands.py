@@ -38,7 +38,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def put_flat(path: str, size: tuple[int, int], *colours: tuple[int, int, int]) -> None:
-    """A picture of stripes, each of one colour."""
+    """An image of stripes, each of one colour."""
     pixels = np.zeros((size[1], size[0], 3), np.uint8)
     for number, colour in enumerate(colours):
         pixels[:, number * size[0] // len(colours) :] = colour
@@ -66,10 +66,10 @@ def test_pack_says_what_it_packed_and_what_not(capsys: pytest.CaptureFixture[str
     code, said = run(capsys, "pack", "src", "dst", "--max-side", "20", "--quality", "80")
     first, second, third = said.splitlines()
     assert code == 0
-    assert first == r"left out: 'b/bad\n.jpg': it is no picture"
-    assert second.startswith("dst/train: 3 pictures of 2 classes in 1 shards, ")
+    assert first == r"left out: 'b/bad\n.jpg': it is no image"
+    assert second.startswith("dst/train: 3 images of 2 classes in 1 shards, ")
     assert second.endswith(" MB; 1 left out")
-    assert third.startswith("dst/val: 1 pictures of 1 classes in 1 shards, ")
+    assert third.startswith("dst/val: 1 images of 1 classes in 1 shards, ")
     assert Image.open(io.BytesIO(open_shards(Path("dst/train")).read(0).data)).size == (20, 15)
 
 
@@ -97,10 +97,10 @@ def test_ctrl_c_is_one_line_and_keeps_what_is_finished(
 def test_verify_finds_nothing_where_all_is_well(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     put_splits()
     run(capsys, "pack", "src", "dst")
-    damaged = "0 pictures damaged" if kind == "files" else "0 shards and 0 pictures damaged"
+    damaged = "0 images damaged" if kind == "files" else "0 shards and 0 images damaged"
     folder = "src" if kind == "files" else "dst"
-    assert run(capsys, "verify", folder) == (0, f"train: 3 pictures; {damaged}\nval: 1 pictures; {damaged}\n")
-    assert run(capsys, "verify", f"{folder}/val", "--workers", "1") == (0, f"val: 1 pictures; {damaged}\n")
+    assert run(capsys, "verify", folder) == (0, f"train: 3 images; {damaged}\nval: 1 images; {damaged}\n")
+    assert run(capsys, "verify", f"{folder}/val", "--workers", "1") == (0, f"val: 1 images; {damaged}\n")
 
 
 def test_verify_names_damaged_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,9 +112,9 @@ def test_verify_names_damaged_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1
     assert lines[0].startswith("train: a/2.png: it is damaged: ")
     assert lines[1:] == [
-        "train: 3 pictures; 1 pictures damaged",
+        "train: 3 images; 1 images damaged",
         "val: a/0.jpg: it is empty",
-        "val: 2 pictures; 1 pictures damaged",
+        "val: 2 images; 1 images damaged",
     ]
 
 
@@ -124,9 +124,9 @@ def test_verify_names_damaged_shards_and_reads_the_others(capsys: pytest.Capture
     Path("src/train/a/5.png").write_bytes(b"no")
     run(capsys, "pack", "src", "dst", "--shard-mb", "1e-6")
     shards = sorted(Path("dst/train").glob("*.array_record"))
-    pictures = open_shards(Path("dst/train"))
+    images = open_shards(Path("dst/train"))
     content = bytearray(shards[1].read_bytes())
-    content[content.index(pictures.read(1).data) + 400] ^= 1
+    content[content.index(images.read(1).data) + 400] ^= 1
     shards[1].write_bytes(content)
     shards[0].unlink()
     os.truncate(shards[4], 100)
@@ -139,7 +139,7 @@ def test_verify_names_damaged_shards_and_reads_the_others(capsys: pytest.Capture
     assert "it has 100 bytes" in lines[2]
     assert f"{shards[1].name}[0]: dst/train/{shards[1].name}, record 0: Corrupted" in lines[3]
     assert lines[4:] == [
-        "train: 5 pictures; 3 shards and 1 pictures damaged; 1 were left out when it was packed",
+        "train: 5 images; 3 shards and 1 images damaged; 1 were left out when it was packed",
     ]
 
 
@@ -147,7 +147,7 @@ def test_verify_names_damaged_shards_and_reads_the_others(capsys: pytest.Capture
     ("arguments", "message"),
     [
         (["verify", "nowhere"], "nowhere is not a folder"),
-        (["stats", "empty"], "empty holds no pictures"),
+        (["stats", "empty"], "empty holds no images"),
         (["stats", "src", "--most", "0"], "most=0: must be positive"),
         (["pack", "src", "dst", "--quality", "0"], "quality=0: must be from 1 to 100"),
         (["pack", "empty", "dst"], "empty holds none of the folders train, val"),
@@ -175,19 +175,19 @@ def test_stats_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     Path("src/train/c/1.png").write_bytes(b"no")
     assert run(capsys, "stats", "src/train") == (
         0,
-        "train: 5 pictures of 3 classes; 5 of them looked at\n"
-        "                     min  median  max\n"
-        "pictures of a class    1       1    3\n"
-        "width                 10      30   60\n"
-        "height                10      20   80\n"
+        "train: 5 images of 3 classes; 5 of them looked at\n"
+        "                   min  median  max\n"
+        "images of a class    1       1    3\n"
+        "width               10      30   60\n"
+        "height              10      20   80\n"
         "mean of red, green, blue in [0, 1]: 0.5000, 0.0000, 0.2000\n"
         "std of red, green, blue in [0, 1]: 0.5000, 0.0000, 0.0000\n"
         "1 damaged:\n"
-        "  c/1.png: it is no picture\n",
+        "  c/1.png: it is no image\n",
     )
     _, said = run(capsys, "stats", "src", "--most", "2")  # the first and the third
-    assert "5 pictures of 3 classes; 2 of them looked at" in said
-    assert "width                 40      50   60" in said
+    assert "5 images of 3 classes; 2 of them looked at" in said
+    assert "width               40      50   60" in said
 
 
 def test_stats_of_what_is_packed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,9 +195,9 @@ def test_stats_of_what_is_packed(capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "pack", "src", "dst", "--max-side", "20")
     _, said = run(capsys, "stats", "dst")
     train, val = said.split("\n\n")
-    assert "train: 3 pictures of 2 classes; 3 of them looked at" in train
-    assert "pictures of a class    1     1.5    2" in train
-    assert "height                15      15   15" in val
+    assert "train: 3 images of 2 classes; 3 of them looked at" in train
+    assert "images of a class    1     1.5    2" in train
+    assert "height              15      15   15" in val
 
 
 @dataclass

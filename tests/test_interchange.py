@@ -180,7 +180,7 @@ def test_the_exported_network_computes_what_an_evaluation_does(trained: Path) ->
     assert "rsqrt" not in network.mlir_module()  # BatchNorm is folded, once and for all
 
 
-def test_pictures_are_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images, _ = load(RUN.data)[1].read(np.arange(1))
     Image.fromarray(images[0]).resize((16, 16), Image.Resampling.NEAREST).save("big.png")
     Image.new("L", (5, 40), 100).save("tall.png")
@@ -209,7 +209,7 @@ def test_what_torchvision_would_take_for_another_network_is_not_written(
     ("command", "arguments", "message"),
     [
         (predict, ["nowhere", "a.png"], "nowhere holds no run"),
-        (predict, ["RUN", "text.png"], "text.png cannot be used: it is no picture"),
+        (predict, ["RUN", "text.png"], "text.png cannot be used: it is no image"),
         (predict, ["RUN", "missing.png"], "No such file"),
         (predict, ["RUN", "text.png", "--top", "0"], "top=0, 1 images"),
         (export, ["nowhere"], "nowhere holds no run"),
@@ -220,7 +220,7 @@ def test_what_torchvision_would_take_for_another_network_is_not_written(
 def test_mistakes_are_one_line(
     command: Any, arguments: list[str], message: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("text.png").write_text("no picture")
+    Path("text.png").write_text("no image")
     Path("empty").mkdir()
     shutil.copy(trained / "config.toml", "empty")
     assert command.main([str(trained) if argument == "RUN" else argument for argument in arguments]) == 2

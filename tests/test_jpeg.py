@@ -1,4 +1,4 @@
-"""JPEG files of which a crop's rows are decoded: the pixels of the whole picture, and no others."""
+"""JPEG files of which a crop's rows are decoded: the pixels of the whole image, and no others."""
 
 import io
 from typing import Any
@@ -56,7 +56,7 @@ def whole(data: bytes, scale: float) -> np.ndarray:
 
 
 @given(st.sampled_from(sorted(FILES)), st.integers(0, HEIGHT - 1), st.integers(1, HEIGHT), st.floats(0.05, 1.2))
-def test_rows_are_those_of_the_whole_picture(name: str, top: int, height: int, share: float) -> None:
+def test_rows_are_those_of_the_whole_image(name: str, top: int, height: int, share: float) -> None:
     bottom = min(top + height, HEIGHT)
     pixels, first, scale = open_one(name).decode_rows(top, bottom, share)
     assert (scale >= share > scale / 2) or scale in (1, 1 / 8)
@@ -106,18 +106,18 @@ def test_a_missing_row_is_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["ours", "4:2:0"])
-@pytest.mark.parametrize("more", ["comment", "restart", "picture", "zeros"])
+@pytest.mark.parametrize("more", ["comment", "restart", "image", "zeros"])
 def test_what_follows_the_rows_does_no_harm(name: str, more: str) -> None:
     data = FILES[name]
     inside = {"comment": b"\xff\xfe\x00\x04ab", "restart": b"\xff\xd4", "zeros": bytes(9)}.get(more, b"")
-    behind = FILES["ours"] if more == "picture" else b""
+    behind = FILES["ours"] if more == "image" else b""
     longer = data[:-2] + inside + data[-2:] + behind
     for top in (0, 100):
         pixels, first, _ = Jpeg(longer, HEIGHT, WIDTH).decode_rows(top, top + 20, 1.0)
         np.testing.assert_array_equal(pixels, whole(data, 1.0)[first : first + len(pixels)])
 
 
-def test_without_markers_only_a_whole_picture_tells_that_codes_went_wrong() -> None:
+def test_without_markers_only_a_whole_image_tells_that_codes_went_wrong() -> None:
     """What training takes, and `verify` finds."""
     data = FILES["4:2:0"]
     at = len(data) // 3
@@ -127,7 +127,7 @@ def test_without_markers_only_a_whole_picture_tells_that_codes_went_wrong() -> N
         harmed.decode()
 
 
-def test_what_we_encode_keeps_the_picture() -> None:
+def test_what_we_encode_keeps_the_image() -> None:
     ours, pillows = (np.abs(whole(FILES[name], 1.0) - scene().astype(float)).mean() for name in ("ours", "4:2:0"))
     assert ours < 1.05 * pillows
     assert simplejpeg.decode_jpeg_header(FILES["ours"]) == (HEIGHT, WIDTH, "YCbCr", "420")

@@ -106,17 +106,17 @@ def test_two_processes_compute_what_one_does_also_after_a_stop_on_other_devices(
 
 
 @pytest.mark.slow
-def test_two_processes_read_the_pictures_that_one_does(environment: dict[str, str]) -> None:
+def test_two_processes_read_the_images_that_one_does(environment: dict[str, str]) -> None:
     """Each reads its own rows of a batch; what one of them cannot read, it says itself."""
     random = np.random.default_rng(0)
     for split in ("train", "val"):
         for index in range(20):
-            path = Path("pictures", split, f"c{index % 2}", f"{index:02}.png")
+            path = Path("images", split, f"c{index % 2}", f"{index:02}.png")
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(random.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(path)
-    Path("pictures/train/c1/07.png").write_bytes(b"none")
+    Path("images/train/c1/07.png").write_bytes(b"none")
     job = [
-        "--data.source", "images", "--data.root", "pictures", "--data.image-shape", "8", "8", "3", "--model.width", "4",
+        "--data.source", "images", "--data.root", "images", "--data.image-shape", "8", "8", "3", "--model.width", "4",
         "--global-batch", "8", "--epochs", "2", "--platform", "cpu", "--data.workers", "2",
     ]  # fmt: skip
     kept = {**environment, "XDG_CACHE_HOME": "cache"}

@@ -1,4 +1,4 @@
-"""Pictures that are packed: all of them, in order, none larger than asked for; and what may go wrong meanwhile."""
+"""Images that are packed: all of them, in order, none larger than asked for; and what may go wrong meanwhile."""
 
 import fcntl
 import io
@@ -24,13 +24,13 @@ from PIL import Image
 
 from trjax.data import pack as packing
 from trjax.data.folders import Files, index_folder
-from trjax.data.images import open_picture
+from trjax.data.image_files import UNREADABLE, ImageFileSource
+from trjax.data.images import open_image
 from trjax.data.pack import How, pack, pack_split, shrink
-from trjax.data.pictures import UNREADABLE, PictureSource
 from trjax.data.shards import LeftOut, Shards, open_shards, read_index
 
 HOW = How(max_side=64, quality=90, shard_mb=256, workers=2)
-ONE_EACH = replace(HOW, shard_mb=1e-6)  # shards of one picture
+ONE_EACH = replace(HOW, shard_mb=1e-6)  # shards of one image
 MOST_LOSS = 4.0  # mean difference of pixels that JPEG at 90 makes
 
 
@@ -69,7 +69,7 @@ def put_many(count: int, classes: int = 2) -> None:
 
 
 def pixels_of(data: bytes) -> np.ndarray:
-    return open_picture(data).decode()
+    return open_image(data).decode()
 
 
 def packed(how: How = HOW, target: str = "dst") -> Shards:
@@ -82,27 +82,27 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("how", [HOW, ONE_EACH, replace(HOW, shard_mb=0.004)], ids=["one shard", "one each", "some"])
-def test_pictures_come_back_in_the_order_of_their_folder(how: How) -> None:
+def test_images_come_back_in_the_order_of_their_folder(how: How) -> None:
     names = ["b/2.jpg", "a/föhn.JPEG", "c/日本.jpg", "a/deep/er.jpg", os.fsdecode(b"c/caf\xe9.jpg"), "a/two\nlines.jpg"]
     small = {name: put(f"src/train/{name}", jpeg(64, 10 + seed, seed)) for seed, name in enumerate(names)}
     large = put("src/train/b/large.jpg", jpeg(300, 150, 9))
     flat = put("src/train/b/flat.png", saved(Image.fromarray(draw(20, 30)), "PNG"))
-    files, pictures = index_folder(Path("src/train")), packed(how)
-    assert pictures.classes == files.classes == ("a", "b", "c")
-    assert len(pictures) == len(files) == 8
+    files, images = index_folder(Path("src/train")), packed(how)
+    assert images.classes == files.classes == ("a", "b", "c")
+    assert len(images) == len(files) == 8
     for index in range(len(files)):
-        name, (data, label) = files.name(index), pictures.read(index)
-        assert (pictures.name(index), label) == (name, files.labels[index])
+        name, (data, label) = files.name(index), images.read(index)
+        assert (images.name(index), label) == (name, files.labels[index])
         if name in small:
             assert data == small[name]
-    by_name = {pictures.name(index): pictures.read(index).data for index in range(len(pictures))}
+    by_name = {images.name(index): images.read(index).data for index in range(len(images))}
     shrunk = cv2.resize(pixels_of(large), (64, 32), interpolation=cv2.INTER_AREA)
     for name, expected in (("b/large.jpg", shrunk), ("b/flat.png", pixels_of(flat))):
         assert simplejpeg.is_jpeg(by_name[name])
         assert pixels_of(by_name[name]).shape == expected.shape
         assert np.abs(pixels_of(by_name[name]).astype(int) - expected).mean() < MOST_LOSS
     least, most = {HOW: (1, 1), ONE_EACH: (8, 8)}.get(how, (2, 7))
-    assert least <= len(pictures.shards) <= most
+    assert least <= len(images.shards) <= most
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ KINDS: dict[str, tuple[bytes, np.ndarray]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_all_kinds_of_pictures_become_plain_ones(name: str) -> None:
+def test_all_kinds_of_images_become_plain_ones(name: str) -> None:
     data, expected = KINDS[name]
     put(f"src/train/a/{name}", data)
-    pictures = packed()
-    (stored, _), found = pictures.read(0), pixels_of(pictures.read(0).data)
-    assert pictures.name(0) == f"a/{name}"
+    images = packed()
+    (stored, _), found = images.read(0), pixels_of(images.read(0).data)
+    assert images.name(0) == f"a/{name}"
     assert simplejpeg.is_jpeg(stored)
     assert b"Exif" not in stored
     assert simplejpeg.decode_jpeg_header(stored)[2] in ("YCbCr", "Gray")
@@ -174,7 +174,7 @@ def huge() -> bytes:
 
 BAD = {
     "a/cut.jpg": (jpeg(40, 30)[:-200], "damaged"),
-    "a/text.jpg": (b"<html>404</html>", "no picture"),
+    "a/text.jpg": (b"<html>404</html>", "no image"),
     "a/zero.jpg": (b"", "empty"),
     "b/cut.png": (saved(Image.fromarray(draw(40, 30)), "PNG")[:-300], "damaged"),
     "b/huge.jpg": (huge(), "it claims 12000 x 10000 pixels"),
@@ -182,14 +182,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("how", [HOW, ONE_EACH], ids=["one shard", "one each"])
-def test_damaged_pictures_are_left_out_and_named(how: How) -> None:
+def test_damaged_images_are_left_out_and_named(how: How) -> None:
     for name, (data, _) in BAD.items():
         put(f"src/train/{name}", data)
     for name in ("a/good.jpg", "b/good.jpg", "b/other.jpg"):
         put(f"src/train/{name}", jpeg(40, 30))
-    pictures, index = packed(how), read_index(Path("dst/train"))
-    assert [pictures.name(at) for at in range(len(pictures))] == ["a/good.jpg", "b/good.jpg", "b/other.jpg"]
-    assert [pictures.read(at).label for at in range(3)] == [0, 1, 1]
+    images, index = packed(how), read_index(Path("dst/train"))
+    assert [images.name(at) for at in range(len(images))] == ["a/good.jpg", "b/good.jpg", "b/other.jpg"]
+    assert [images.read(at).label for at in range(3)] == [0, 1, 1]
     assert (index.examples, index.class_examples) == (3, (1, 2))
     left_out = [left for shard in index.shards for left in shard.left_out]
     assert sorted(left.name for left in left_out) == sorted(BAD)
@@ -197,9 +197,9 @@ def test_damaged_pictures_are_left_out_and_named(how: How) -> None:
         assert BAD[left.name][1] in left.reason
 
 
-def test_a_split_of_damaged_pictures_alone_is_an_error() -> None:
+def test_a_split_of_damaged_images_alone_is_an_error() -> None:
     put("src/train/a/1.jpg", b"no")
-    with pytest.raises(ValueError, match="src/train: none of its 1 pictures can be read"):
+    with pytest.raises(ValueError, match="src/train: none of its 1 images can be read"):
         packed()
     with pytest.raises(ValueError, match="has not ended"):
         open_shards(Path("dst/train"))
@@ -216,7 +216,7 @@ def test_all_splits_are_packed_the_flat_one_too() -> None:
     assert [(val.name(at), val.classes[val.read(at).label]) for at in range(2)] == [("1.jpg", "n2"), ("2.jpg", "n1")]
 
 
-def test_the_same_pictures_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_images_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     put_many(32, classes=8)
     packed(replace(HOW, shard_mb=0.01, workers=1), "one")
     monkeypatch.setattr(packing, "_AT_A_TIME", 3)
@@ -244,7 +244,7 @@ def test_a_killed_pack_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     put_many(20)
     how = replace(HOW, shard_mb=0.005, workers=1)
     whole = packed(how, "whole")
-    first = sum(shard.records for shard in whole.shards[:2]) + 1  # the second picture of the third shard
+    first = sum(shard.records for shard in whole.shards[:2]) + 1  # the second image of the third shard
     ran = subprocess.run([sys.executable, "-c", KILLED.format(first=first, shard_mb=how.shard_mb)], timeout=60)
     assert ran.returncode == -signal.SIGKILL
     with pytest.raises(ValueError, match="dst/train: its pack has not ended; start .* again to go on"):
@@ -286,9 +286,9 @@ def test_a_full_disk_is_one_line_and_loses_nothing() -> None:
     finished = [name for name in kept if name.endswith(".array_record")]
     assert finished
     assert not any(name.endswith(".partial") for name in kept)
-    pictures = packed(How(400, 90, 0.15, 1))
-    assert len(pictures) == 8
-    assert len(pictures.shards) > len(finished)
+    images = packed(How(400, 90, 0.15, 1))
+    assert len(images) == 8
+    assert len(images.shards) > len(finished)
     assert {name: contents("dst/train")[name] for name in finished} == {name: kept[name] for name in finished}
 
 
@@ -303,9 +303,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_shard_is_named_and_packed_again(kind: str) -> None:
     put_many(20)
     how, (damage, message) = replace(HOW, shard_mb=0.005), DAMAGES[kind]
-    pictures = packed(how)
+    images = packed(how)
     before = contents("dst/train")
-    damage(Path("dst/train") / pictures.shards[1].file)
+    damage(Path("dst/train") / images.shards[1].file)
     with pytest.raises(ValueError, match=message):
         open_shards(Path("dst/train"))
     packed(how)
@@ -341,58 +341,58 @@ def test_an_index_that_is_none_is_told(text: str, message: str) -> None:
     put("dst/train/index.json", text.encode())
     with pytest.raises(ValueError, match=message):
         open_shards(Path("dst/train"))
-    with pytest.raises(ValueError, match="x holds no packed pictures: index.json is missing"):
+    with pytest.raises(ValueError, match="x holds no packed images: index.json is missing"):
         open_shards(Path("x"))
 
 
-def test_a_flipped_bit_costs_one_picture() -> None:
+def test_a_flipped_bit_costs_one_image() -> None:
     put_many(12)
-    pictures = packed()
-    path = Path("dst/train") / pictures.shards[0].file
-    labels = [pictures.read(index).label for index in range(12)]
+    images = packed()
+    path = Path("dst/train") / images.shards[0].file
+    labels = [images.read(index).label for index in range(12)]
     content = bytearray(path.read_bytes())
-    at = content.index(pictures.read(5).data) + 300
+    at = content.index(images.read(5).data) + 300
     content[at] ^= 1
     path.write_bytes(content)
     damaged = open_shards(Path("dst/train"))
     with pytest.raises(OSError, match="array_record, record 5: Corrupted .* mismatch$"):
         damaged.read(5)
-    assert damaged.name(5) == f"{pictures.shards[0].file}[5]"
-    source = PictureSource(damaged, (8, 8))
+    assert damaged.name(5) == f"{images.shards[0].file}[5]"
+    source = ImageFileSource(damaged, (8, 8))
     assert source.read(np.arange(12))[1].tolist() == [*labels[:5], UNREADABLE, *labels[6:]]
-    with pytest.raises(IndexError, match="picture 12 of 12"):
+    with pytest.raises(IndexError, match="image 12 of 12"):
         damaged.read(12)
-    with pytest.raises(IndexError, match="picture -1 of 12"):
+    with pytest.raises(IndexError, match="image -1 of 12"):
         damaged.read(-1)
 
 
 def test_a_shard_that_changed_under_the_same_name_is_told_when_it_is_read() -> None:
     put_many(12)
-    pictures = packed(replace(HOW, shard_mb=0.005))
-    path = Path("dst/train") / pictures.shards[1].file
+    images = packed(replace(HOW, shard_mb=0.005))
+    path = Path("dst/train") / images.shards[1].file
     path.write_bytes(bytes(path.stat().st_size))
     damaged = open_shards(Path("dst/train"))
-    assert damaged.read(0) == pictures.read(0)
+    assert damaged.read(0) == images.read(0)
     with pytest.raises(OSError, match="00001-of-0000.*: 0 records can be read, not"):
-        damaged.read(pictures.shards[0].records)
+        damaged.read(images.shards[0].records)
     path.unlink()
     with pytest.raises(OSError, match="0 records can be read"):
-        damaged.read(pictures.shards[0].records)
+        damaged.read(images.shards[0].records)
 
 
 def test_four_threads_read_what_one_does() -> None:
     put_many(40)
-    pictures = packed(replace(HOW, shard_mb=0.01))
-    assert len(pictures.shards) > 3
-    expected = [pictures.read_named(index) for index in range(40)]
+    images = packed(replace(HOW, shard_mb=0.01))
+    assert len(images.shards) > 3
+    expected = [images.read_named(index) for index in range(40)]
     assert len({data.data for _, data in expected}) == 40
 
     def read(seed: int) -> bool:
         order = [random.Random(seed).randrange(40) for _ in range(1500)]
         return all(fresh.read_named(index) == expected[index] for index in order)
 
-    for fresh in (open_shards(Path("dst/train")), pickle.loads(pickle.dumps(pictures))):
-        assert fresh == pictures
+    for fresh in (open_shards(Path("dst/train")), pickle.loads(pickle.dumps(images))):
+        assert fresh == images
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(read, range(4)))
 
@@ -415,7 +415,7 @@ def test_what_cannot_be_packed_is_told_and_left_alone() -> None:
     assert "src lies in src" in refused("src", "src")
     assert "none holds none of the folders train, val, test" in refused("none", "dst")
     assert "nowhere holds none of the folders" in refused("nowhere", "dst")
-    assert "train holds no pictures" in refused("bare", "dst")
+    assert "train holds no images" in refused("bare", "dst")
     assert "other holds something else, notes.txt for one" in refused("src", "other")
     assert "half/train holds something else, notes.txt for one" in refused("src", "half")
     assert not Path("dst").exists()
@@ -438,7 +438,7 @@ def test_a_pack_of_something_else_is_not_gone_on_with(ended: bool) -> None:
     assert "was begun with quality=90, not 80" in refused("src", "dst", replace(ONE_EACH, quality=80))
     assert "was begun with shard_mb=1e-06, not 1.0" in refused("src", "dst", replace(ONE_EACH, shard_mb=1.0))
     put("src/train/class0/000.jpg", jpeg(40, 30, 99))  # the same name
-    assert "dst/train holds pictures of another source" in refused("src", "dst", ONE_EACH)
+    assert "dst/train holds images of another source" in refused("src", "dst", ONE_EACH)
     assert contents("dst/train") == before
 
 
@@ -458,7 +458,7 @@ def test_filelock_locks_no_folder() -> None:
         FileLock("dst", blocking=False).acquire()
 
 
-def test_progress_comes_to_all_pictures() -> None:
+def test_progress_comes_to_all_images() -> None:
     put_many(9)
     told: list[tuple[str, int, int]] = []
     pack_split(index_folder(Path("src/train")), Path("dst/train"), ONE_EACH, lambda *given: told.append(given))

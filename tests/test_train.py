@@ -226,7 +226,7 @@ def test_other_options_in_the_same_folder_are_refused(capsys: pytest.CaptureFixt
         ),
         (["--devices", "0-9"], "index 9 is out of range; there are 8 cpu devices"),
         (["--preset", "cifar10-resnet20"], "needs --data.root"),
-        (["--preset", "imagenet-resnet50"], "data.root='': must be the folder of the pictures"),
+        (["--preset", "imagenet-resnet50"], "data.root='': must be the folder of the images"),
         (["--workdir", "file"], "workdir=file cannot be used"),
         (["--workdir", "strange"], "holds checkpoints but no config.toml"),
         (["--workdir", "/proc/run"], "workdir=/proc/run cannot be used"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
 
-from trjax.data.trivial import OPERATIONS, STRENGTHS, Operation, apply_operation, draw_operation
+from trjax.data.trivial import OPERATIONS, STRENGTHS, ImageOperation, apply_operation, draw_operation
 
 SIZE = (24, 32)
 
@@ -27,7 +27,7 @@ _apply = jax.jit(apply_operation)
 
 
 def ours(name: str, strength: float, image: np.ndarray) -> np.ndarray:
-    operation = Operation(jnp.int32(OPERATIONS.index(name)), jnp.float32(strength))
+    operation = ImageOperation(jnp.int32(OPERATIONS.index(name)), jnp.float32(strength))
     return np.asarray(_apply(operation, jnp.asarray(image)))
 
 
@@ -66,14 +66,14 @@ def test_blends_are_those_of_pillow(name: str, strength: float, image: np.ndarra
 
 
 def test_tables_are_those_of_pillow(image: np.ndarray) -> None:
-    picture = Image.fromarray(image)
+    pillow = Image.fromarray(image)
     for bits in range(2, 9):
-        np.testing.assert_array_equal(ours("posterize", (8 - bits) / 6, image), ImageOps.posterize(picture, bits))
+        np.testing.assert_array_equal(ours("posterize", (8 - bits) / 6, image), ImageOps.posterize(pillow, bits))
     for threshold in (0, 51, 128, 255):
-        expected = np.asarray(ImageOps.solarize(picture, threshold))
+        expected = np.asarray(ImageOps.solarize(pillow, threshold))
         np.testing.assert_array_equal(ours("solarize", 1 - threshold / 255, image), expected)
-    np.testing.assert_array_equal(ours("equalize", 1, image), ImageOps.equalize(picture))
-    stretched = np.asarray(ImageOps.autocontrast(picture)).astype(int)
+    np.testing.assert_array_equal(ours("equalize", 1, image), ImageOps.equalize(pillow))
+    stretched = np.asarray(ImageOps.autocontrast(pillow)).astype(int)
     assert np.abs(ours("autocontrast", 1, image).astype(int) - stretched).max() <= 1
 
 

@@ -22,7 +22,7 @@ _ENDINGS = {"safetensors": "safetensors", "torchvision": "pth", "stablehlo": "st
 
 
 @dataclass(frozen=True)
-class Options:
+class ExportOptions:
     """Write a run's model to a file that other programs read."""
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -48,7 +48,7 @@ def export_stablehlo(model: SavedModel) -> bytes:
     return bytes(jax_export.export(network, platforms=("cpu", "cuda"))(images).serialize())
 
 
-def export(options: Options) -> str:
+def export(options: ExportOptions) -> str:
     """Writes the file, whole or not at all, and returns what is in it.
 
     Raises:
@@ -77,7 +77,7 @@ def export(options: Options) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0, or 2 for a mistake."""
-    return run_command("python -m trjax.export", Options, export, arguments)
+    return run_command("python -m trjax.export", ExportOptions, export, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m trjax.predict RUN IMAGE ...`: what a trained model sees in pictures."""
+"""`python -m trjax.predict RUN IMAGE ...`: what a trained model sees in images."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import tyro
 from PIL import Image
 
 from trjax.commands import run_command
-from trjax.data.images import open_picture
+from trjax.data.images import open_image
 from trjax.data.jpeg import BadImageError
 from trjax.data.names import class_names
 from trjax.run.trained import Which, open_model, predict, top_classes
@@ -20,13 +20,13 @@ from trjax.text import format_table
 
 
 @dataclass(frozen=True)
-class Options:
+class PredictOptions:
     """Print the classes that a run's model finds most likely for each image."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of the run."""
     images: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Pictures, in any format that Pillow reads."""
+    """Image files, in any format that Pillow reads."""
     checkpoint: Which = "best"
     """Which one of the run."""
     raw: bool = False
@@ -36,33 +36,33 @@ class Options:
 
 
 def read_image(path: Path, image_shape: tuple[int, int, int]) -> np.ndarray:
-    """Returns a picture as a model wants it: its shorter side resized, the middle cut out; uint8.
+    """Returns an image as a model wants it: its shorter side resized, the middle cut out; uint8.
 
     Raises:
-        ValueError: it is no picture.
+        ValueError: it is no image.
         OSError: it cannot be read.
     """
     height, width, channels = image_shape
     if channels not in (1, 3):
-        raise ValueError(f"{path}: the model wants images of {channels} channels, which no picture has")
+        raise ValueError(f"{path}: the model wants images of {channels} channels, which no image file has")
     try:
-        picture = Image.fromarray(open_picture(path.read_bytes()).decode()).convert("RGB" if channels == 3 else "L")
+        image = Image.fromarray(open_image(path.read_bytes()).decode()).convert("RGB" if channels == 3 else "L")
     except BadImageError as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
-    scale = max(height / picture.height, width / picture.width)
-    size = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
-    picture = picture.resize(size, Image.Resampling.BILINEAR)
+    scale = max(height / image.height, width / image.width)
+    size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
+    image = image.resize(size, Image.Resampling.BILINEAR)
     left, upper = (size[0] - width) // 2, (size[1] - height) // 2
-    pixels = np.asarray(picture.crop((left, upper, left + width, upper + height)))
+    pixels = np.asarray(image.crop((left, upper, left + width, upper + height)))
     return pixels.reshape(height, width, channels)
 
 
-def classify(options: Options) -> str:
+def classify(options: PredictOptions) -> str:
     """Returns the table of the likeliest classes of each image.
 
     Raises:
-        ValueError: there is no run, or something is no picture.
-        OSError: a picture cannot be read.
+        ValueError: there is no run, or something is no image.
+        OSError: an image cannot be read.
     """
     if options.top < 1 or not options.images:
         raise ValueError(f"top={options.top}, {len(options.images)} images: there must be at least one of both")
@@ -78,7 +78,7 @@ def classify(options: Options) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0, or 2 for a mistake."""
-    return run_command("python -m trjax.predict", Options, classify, arguments)
+    return run_command("python -m trjax.predict", PredictOptions, classify, arguments)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ class DataConfig(Checked):
     section = "data."
 
     source: Literal["digits", "cifar10", "cifar100", "imagenet", "images", "npz", "synthetic"] = "digits"
-    """Digits are in the package; images are pictures in folders train/CLASS and val/CLASS, or packed; imagenet is such
-    a folder too; npz is a file of arrays; synthetic is noise that depends on the class."""
+    """Digits are in the package; images are image files in folders train/CLASS and val/CLASS, or packed; imagenet is
+    such a folder too; npz is a file of arrays; synthetic is noise that depends on the class."""
     root: Annotated[Text, MAY_CHANGE] = ""
-    """Folder that holds the archives or extracted files (CIFAR), or the pictures; npz: the file, with train_images,
+    """Folder that holds the archives or extracted files (CIFAR), or the image files; npz: the file, with train_images,
     train_labels, test_images, test_labels."""
     image_shape: Annotated[tuple[int, ...], _SHAPE] = ()
-    """Height, width, channels; of pictures and synthetic, where empty means 224 224 3 and 32 32 3."""
+    """Height, width, channels; of image files and synthetic, where empty means 224 224 3 and 32 32 3."""
     num_classes: NonNegativeInt32 = 0
     """Synthetic, where 0 means 10; of files: what was found in them, which a run writes down."""
     train_examples: NonNegativeInt32 = 0
@@ -39,11 +39,11 @@ class DataConfig(Checked):
     test_examples: NonNegativeInt32 = 0
     """Likewise; 0 means 512."""
     on_error: Annotated[Literal["skip", "stop"], MAY_CHANGE] = "skip"
-    """What becomes of a picture that cannot be read: it is named and counts for nothing, or the run stops."""
+    """What becomes of an image that cannot be read: it is named and counts for nothing, or the run stops."""
     workers: Annotated[NonNegativeInt32, MAY_CHANGE] = 0
-    """Threads that read pictures ahead; 0: as many as this process may use cores, 16 at most."""
+    """Threads that read images ahead; 0: as many as this process may use cores, 16 at most."""
     least_area: Annotated[float, Field(gt=0, le=1)] = 0.08
-    """Smallest share of a picture that a random crop shows."""
+    """Smallest share of an image that a random crop shows."""
     crop_padding: NonNegativeInt32 = 0
     """Random crop after padding every side with this many zero pixels."""
     flip: bool = False

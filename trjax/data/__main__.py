@@ -1,4 +1,4 @@
-"""`python -m trjax.data COMMAND`: folders of pictures packed, checked and described; CIFAR downloaded."""
+"""`python -m trjax.data COMMAND`: folders of images packed, checked and described; CIFAR downloaded."""
 
 import sys
 import time
@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from trjax.commands import run_command
 from trjax.data.download import download
-from trjax.data.pack import How, Report, pack
-from trjax.data.pictures import count_cores
+from trjax.data.image_files import ReportProgress, count_cores
+from trjax.data.pack import How, pack
 from trjax.data.shards import Index, printable
 from trjax.data.survey import describe_folder, verify
 
@@ -25,13 +25,13 @@ _CORES = count_cores()
 
 @dataclass(frozen=True)
 class Pack:
-    """Pack the pictures of train/CLASS, val/CLASS and so on into a few large files, none larger than needed.
+    """Pack the images of train/CLASS, val/CLASS and so on into a few large files, none larger than needed.
 
     A pack that was stopped goes on where it was when it is started again.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """Folder of the pictures."""
+    """Folder of the images."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Folder for the packed ones."""
     max_side: int = 400
@@ -46,7 +46,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Verify:
-    """Read every picture of a folder, packed or not; exit with 1 if one is damaged."""
+    """Read every image of a folder, packed or not; exit with 1 if one is damaged."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Of train, val and test, or one of them."""
@@ -56,12 +56,12 @@ class Verify:
 
 @dataclass(frozen=True)
 class Stats:
-    """Tell how many pictures a folder holds, packed or not, their sizes, and their mean and deviation."""
+    """Tell how many images a folder holds, packed or not, their sizes, and their mean and deviation."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Of train, val and test, or one of them."""
     most: int = 2000
-    """Pictures of a split to look at, evenly spread."""
+    """Images of a split to look at, evenly spread."""
     workers: int = _CORES
     """Threads; as many as cores, if left out."""
 
@@ -79,8 +79,8 @@ class Download:
 
 
 @dataclass(frozen=True)
-class Options:
-    """Pictures packed, checked and described; CIFAR downloaded."""
+class DataOptions:
+    """Images packed, checked and described; CIFAR downloaded."""
 
     command: Annotated[
         Annotated[Pack, tyro.conf.subcommand("pack", prefix_name=False)]
@@ -92,7 +92,7 @@ class Options:
 
 
 @contextmanager
-def _show_progress() -> Iterator[Report]:
+def _show_progress() -> Iterator[ReportProgress]:
     """Shows a bar for all that is told of; without a terminal, a line now and then."""
     console, last = Console(stderr=True), time.monotonic()
     tasks: dict[str, TaskID] = {}
@@ -112,13 +112,13 @@ def _show_progress() -> Iterator[Report]:
 
 
 def _format_packed(folder: Path, index: Index) -> list[str]:
-    """Returns the lines on a packed split: those pictures that are not in it, and a summary."""
+    """Returns the lines on a packed split: those images that are not in it, and a summary."""
     left_out = [left for shard in index.shards for left in shard.left_out]
     lines = [f"left out: {printable(left.name)}: {printable(left.reason)}" for left in left_out]
     size = sum(shard.size_bytes for shard in index.shards) / 1e6
     return [
         *lines,
-        f"{folder}: {index.examples:,} pictures of {len(index.classes):,} classes in {len(index.shards)} shards, "
+        f"{folder}: {index.examples:,} images of {len(index.classes):,} classes in {len(index.shards)} shards, "
         f"{size:,.1f} MB; {len(left_out)} left out",
     ]
 
@@ -142,13 +142,13 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0, 1 if something is damaged, 2 for a mistake, 130 if stopped."""
     sound = True
 
-    def do(options: Options) -> str:
+    def do(options: DataOptions) -> str:
         nonlocal sound
         said, sound = _do(options.command)
         return said
 
     try:
-        return run_command("python -m trjax.data", Options, do, arguments) or int(not sound)
+        return run_command("python -m trjax.data", DataOptions, do, arguments) or int(not sound)
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; pack and download go on where they were when they are started again")
         return 130

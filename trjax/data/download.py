@@ -4,7 +4,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -13,6 +13,7 @@ from urllib.parse import urljoin, urlsplit
 from urllib.request import Request, urlopen
 
 from trjax.data.cifar import HOME
+from trjax.data.image_files import ReportProgress
 from trjax.files import partial_path, sync
 from trjax.text import describe_error
 
@@ -47,9 +48,6 @@ ARCHIVES = {
 }
 """By the names of their sources. Source: https://www.cs.toronto.edu/~kriz/cifar.html."""
 
-Tell = Callable[[str, int, int], None]
-"""Is told of a file, how many of its bytes are there, and of how many; 0: not known."""
-
 
 def _md5_of(path: Path) -> str:
     with path.open("rb") as file:
@@ -60,7 +58,7 @@ def _size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _receive(url: str, path: Path, tell: Tell) -> str:
+def _receive(url: str, path: Path, report: ReportProgress) -> str:
     """Adds to a file what is missing of it; returns why that is not all of it, or "".
 
     A server that cannot send a part sends all of it, and the file begins anew.
@@ -94,10 +92,10 @@ def _receive(url: str, path: Path, tell: Tell) -> str:
                     return f"cut off after {done:,} of {total:,} bytes" if done < total else ""
                 file.write(chunk)
                 done += len(chunk)
-                tell(path.name, done, total)
+                report(path.name, done, total)
 
 
-def _fetch(url: str, path: Path, md5: str, tell: Tell) -> str:
+def _fetch(url: str, path: Path, md5: str, report: ReportProgress) -> str:
     """Brings a file to its end from one address; returns why that cannot be, or "".
 
     Raises:
@@ -106,7 +104,7 @@ def _fetch(url: str, path: Path, md5: str, tell: Tell) -> str:
     reason = ""
     for _ in range(_ATTEMPTS):
         start = _size_of(path)
-        reason = _receive(url, path, tell)
+        reason = _receive(url, path, report)
         if reason and _size_of(path) <= start:
             break
         if not reason:
@@ -130,7 +128,7 @@ def _check_url(url: str, file: str) -> str:
     return url + file if url.endswith("/") else url
 
 
-def download(name: str, target: Path, mirrors: Sequence[str] = (), tell: Tell = lambda *_: None) -> str:
+def download(name: str, target: Path, mirrors: Sequence[str] = (), report: ReportProgress = lambda *_: None) -> str:
     """Downloads a set's archive into a folder, and returns what has become of it.
 
     The file has its name only when its checksum is right; until then, and after a failure, what has come is in
@@ -140,7 +138,7 @@ def download(name: str, target: Path, mirrors: Sequence[str] = (), tell: Tell = 
         name: of the set.
         target: the folder, made if it is not there.
         mirrors: addresses to try before the official one, of the file, or of its folder with a slash at the end.
-        tell: is told how far it is.
+        report: is called with the progress.
 
     Raises:
         ValueError: a mirror is no address, or no address has the file: says what each did.
@@ -156,7 +154,7 @@ def download(name: str, target: Path, mirrors: Sequence[str] = (), tell: Tell = 
         path.replace(path.with_name(f"{path.name}.damaged"))
     partial, reasons = partial_path(path), []
     for url in urls:
-        if not (reason := _fetch(url, partial, archive.md5, tell)):
+        if not (reason := _fetch(url, partial, archive.md5, report)):
             sync(partial)
             partial.replace(path)
             return f"{path}: {path.stat().st_size:,} bytes from {url}, MD5 {archive.md5}"

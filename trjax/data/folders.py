@@ -1,4 +1,4 @@
-"""Folders of pictures: which files there are, in an order of their own, found once and remembered."""
+"""Folders of images: which files there are, in an order of their own, found once and remembered."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from trjax.data.pictures import Encoded
+from trjax.data.image_files import Encoded
 from trjax.files import atomic_write
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-"""Of files that are taken for pictures, in small or large letters; all others are passed over."""
+"""Of files that are taken for images, in small or large letters; all others are passed over."""
 VAL_SYNSETS = ("val_synsets.txt", "imagenet_2012_validation_synset_labels.txt")
 """Beside a flat `val`: the class of each of its files, a line each, in the order of their names."""
 _FORMAT = 1
@@ -23,7 +23,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Files:
-    """The pictures of one split, by index.
+    """The images of one split, by index.
 
     Attributes:
         root: folder that the names are relative to.
@@ -59,7 +59,7 @@ class Files:
 
 
 def _walk(folder: str, above: frozenset[str], seen: dict[str, int]) -> Iterator[str]:
-    """Yields the pictures below a folder, in order; of links that lead back, nothing.
+    """Yields the images below a folder, in order; of links that lead back, nothing.
 
     Args:
         folder: to walk.
@@ -92,14 +92,14 @@ def _flat_labels(folder: Path, names: Sequence[str]) -> tuple[tuple[str, ...], l
         return None
     lines = [line.split()[-1] for line in table.read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(lines) != len(names):
-        raise ValueError(f"{table} names {len(lines)} classes, and {folder} holds {len(names)} pictures")
+        raise ValueError(f"{table} names {len(lines)} classes, and {folder} holds {len(names)} images")
     classes = tuple(sorted(set(lines)))
     labels = {name: label for label, name in enumerate(classes)}
     return classes, [labels[name] for name in lines]
 
 
 def find_files(folder: Path, seen: dict[str, int] | None = None) -> Files:
-    """Returns the pictures of a split: those of each class in a folder that has its name, by name.
+    """Returns the images of a split: those of each class in a folder that has its name, by name.
 
     Args:
         folder: of the split.
@@ -113,14 +113,14 @@ def find_files(folder: Path, seen: dict[str, int] | None = None) -> Files:
     prefix = len(str(folder)) + 1
     names = [path[prefix:] for path in _walk(str(folder), frozenset(), seen)]
     if not names:
-        raise ValueError(f"{folder} holds no pictures; expected {folder}/CLASS/*.JPEG, or files that end in {SUFFIXES}")
+        raise ValueError(f"{folder} holds no images; expected {folder}/CLASS/*.JPEG, or files that end in {SUFFIXES}")
     with os.scandir(folder) as found:
         folders = sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
     if any(os.sep not in name for name in names):
         told = None if folders else _flat_labels(folder, names)
         if told is None:
             raise ValueError(
-                f"{folder} holds pictures outside of its classes' folders, {next(n for n in names if os.sep not in n)} "
+                f"{folder} holds images outside of its classes' folders, {next(n for n in names if os.sep not in n)} "
                 f"for one; put them into {folder}/CLASS/, or their classes into {folder.parent / VAL_SYNSETS[0]}"
             )
         classes, labels = told

@@ -1,4 +1,4 @@
-"""From the bytes of a picture to pixels of the size that a network gets: crops that depend on an example alone."""
+"""From the bytes of an image to pixels of the size that a network gets: crops that depend on an example alone."""
 
 import io
 import math
@@ -31,7 +31,7 @@ def _decode_any(data: bytes) -> np.ndarray:
     """Decodes what Pillow reads: upright, its first frame, as 8-bit RGB."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about damaged metadata, and large pictures: their size is checked
+            warnings.simplefilter("ignore")  # about damaged metadata, and large images: their size is checked
             with Image.open(io.BytesIO(data)) as opened:
                 check_size(opened.height, opened.width)
                 if opened.mode in _DEEP:
@@ -42,14 +42,14 @@ def _decode_any(data: bytes) -> np.ndarray:
     except BadImageError:
         raise
     except Image.UnidentifiedImageError as error:
-        raise BadImageError("it is no picture") from error
+        raise BadImageError("it is no image") from error
     except Exception as error:  # Pillow's decoders raise nearly anything for damaged files
         raise BadImageError(f"it is damaged: {error}") from error
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """A picture that was decoded when it was opened.
+    """An image that was decoded when it was opened.
 
     Attributes:
         pixels: uint8, shape (height, width, 3).
@@ -59,12 +59,12 @@ class Pixels:
 
     @property
     def height(self) -> int:
-        """Of the picture."""
+        """Of the image."""
         return self.pixels.shape[0]
 
     @property
     def width(self) -> int:
-        """Of the picture."""
+        """Of the image."""
         return self.pixels.shape[1]
 
     def decode(self, share: float = 1.0) -> np.ndarray:
@@ -78,14 +78,14 @@ class Pixels:
         return Rows(self.pixels[top:bottom], top, 1)
 
 
-def open_picture(data: bytes) -> Jpeg | Pixels:
-    """Opens a picture.
+def open_image(data: bytes) -> Jpeg | Pixels:
+    """Opens an image.
 
     Args:
         data: of a JPEG file, or anything else that Pillow reads.
 
     Raises:
-        BadImageError: it is no picture, is cut off or otherwise damaged, or claims to be huge; some files say so
+        BadImageError: it is no image, is cut off or otherwise damaged, or claims to be huge; some files say so
             when they are decoded.
     """
     if not data:
@@ -94,7 +94,7 @@ def open_picture(data: bytes) -> Jpeg | Pixels:
 
 
 def draw_box(random: Random, height: int, width: int, least_area: float) -> Box:
-    """Returns a random crop: its area uniform from `least_area` of the picture up, the logarithm of its ratio uniform.
+    """Returns a random crop: its area uniform from `least_area` of the image up, the logarithm of its ratio uniform.
 
     Source: Szegedy et al., 2015; after ten that do not fit, the largest in the middle whose ratio is allowed.
     """
@@ -122,21 +122,21 @@ def example_random(seed: int, epoch: int, index: int) -> Random:
 def read_for_training(
     data: bytes, size: tuple[int, int], random: Random, least_area: float, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Returns a random crop of a picture, uint8, shape (*size, 3).
+    """Returns a random crop of an image, uint8, shape (*size, 3).
 
     Args:
         data: of its file.
         size: height and width to come to.
         random: of the example.
-        least_area: smallest share of the picture that a crop may be.
+        least_area: smallest share of the image that a crop may be.
         out: where to put it.
 
     Raises:
-        BadImageError: see `open_picture`.
+        BadImageError: see `open_image`.
     """
-    picture = open_picture(data)
-    top, left, height, width = draw_box(random, picture.height, picture.width, least_area)
-    pixels, first, scale = picture.decode_rows(top, top + height, max(size[0] / height, size[1] / width))
+    image = open_image(data)
+    top, left, height, width = draw_box(random, image.height, image.width, least_area)
+    pixels, first, scale = image.decode_rows(top, top + height, max(size[0] / height, size[1] / width))
     start, stop = round(top * scale) - first, round((top + height) * scale) - first
     rows = slice(start, max(stop, start + 1))
     columns = slice(round(left * scale), max(round((left + width) * scale), round(left * scale) + 1))
@@ -149,12 +149,12 @@ def read_for_training(
 
 
 def read_for_evaluation(data: bytes, size: tuple[int, int]) -> np.ndarray:
-    """Returns the middle of a picture, `CENTRE` of what fits, uint8, shape (*size, 3).
+    """Returns the middle of an image, `CENTRE` of what fits, uint8, shape (*size, 3).
 
     Raises:
-        BadImageError: see `open_picture`.
+        BadImageError: see `open_image`.
     """
-    pixels = open_picture(data).decode()
+    pixels = open_image(data).decode()
     height, width = pixels.shape[:2]
     scale = min(height / size[0], width / size[1]) * CENTRE
     own_height, own_width = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))

@@ -1,7 +1,7 @@
 """JPEG files, decoded as far as a crop of them needs it: at the scale that will do, and the rows that it covers.
 
-Decoders of whole pictures do this too, if the file is cut first. A baseline JPEG holds its rows of blocks in order, so
-what follows a crop is left undecoded once the header says that the picture ends there. What precedes it can be cut away
+Decoders of whole images do this too, if the file is cut first. A baseline JPEG holds its rows of blocks in order, so
+what follows a crop is left undecoded once the header says that the image ends there. What precedes it can be cut away
 where every row of blocks ends with a restart marker, as in files that are packed here. Source: ITU-T T.81, annex B.
 """
 
@@ -16,23 +16,23 @@ import numpy as np
 import simplejpeg
 
 MOST_PIXELS = 100_000_000
-"""Of a picture; one that claims more is refused before it is decoded."""
-_MOST_KEPT = 2**23  # bytes; larger pictures are rare
+"""Of an image; one that claims more is refused before it is decoded."""
+_MOST_KEPT = 2**23  # bytes; larger images are rare
 _OWN = threading.local()
 _FRAMES, _OTHER_FRAMES = (0xC0, 0xC1), (*range(0xC2, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
 _SCAN, _INTERVAL, _END = 0xDA, 0xDD, b"\xff\xd9"
 _RESTARTS, _RESTART = tuple(bytes((0xFF, 0xD0 + number)) for number in range(8)), re.compile(rb"\xff[\xd0-\xd7]")
-_UNREAD = "extraneous bytes before marker"  # what the decoder says if rows are left when the picture ends
+_UNREAD = "extraneous bytes before marker"  # what the decoder says if rows are left when the image ends
 _BLOCK = 8
-_SAVED = 0.05  # of a picture's rows; less is not worth a cut
+_SAVED = 0.05  # of an image's rows; less is not worth a cut
 
 
 class BadImageError(ValueError):
-    """Bytes that are no picture, or not a whole one."""
+    """Bytes that are no image, or not a whole one."""
 
 
 def check_size(height: int, width: int) -> None:
-    """Raises BadImageError if a picture claims to be huge."""
+    """Raises BadImageError if an image claims to be huge."""
     if height * width > MOST_PIXELS:
         raise BadImageError(f"it claims {width} x {height} pixels, more than {MOST_PIXELS:,}")
 
@@ -48,7 +48,7 @@ def own_memory(name: str, size_bytes: int) -> np.ndarray:
 
 
 class Rows(NamedTuple):
-    """Some rows of a picture.
+    """Some rows of an image.
 
     Attributes:
         pixels: uint8, shape (rows, width, 3), at a scale.
@@ -137,11 +137,11 @@ def _cut(data: bytes, height: int, top: int, bottom: int) -> _Cut:
 
 @dataclass(frozen=True)
 class Jpeg:
-    """A JPEG file of a picture that is upright, and grey or of three colours.
+    """A JPEG file of an image that is upright, and grey or of three colours.
 
     Attributes:
         data: of the file.
-        height: of the picture, in pixels.
+        height: of the image, in pixels.
         width: the same.
     """
 
@@ -164,10 +164,10 @@ class Jpeg:
         """Returns at least the rows from `top` to `bottom`, fast: colours are a little less exact.
 
         The pixels hold until this thread decodes another. Damage elsewhere need not show; nor, in files without restart
-        markers, what leaves codes that can be read: only the end of a whole picture tells that something went wrong.
+        markers, what leaves codes that can be read: only the end of a whole image tells that something went wrong.
 
         Args:
-            top: first row, of the picture.
+            top: first row, of the image.
             bottom: the one behind the last.
             share: of its size that will do.
 

@@ -26,6 +26,6 @@ def class_names(data: DataConfig, num_classes: int) -> tuple[str, ...]:
     """
     known = tuple(_NAMES.get(data.source, "").split())
     if data.source in ("images", "imagenet") and data.root:
-        with suppress(ValueError):  # the pictures are no longer there
+        with suppress(ValueError):  # the images are no longer there
             known = open_splits(data.root)[0].classes
     return known or tuple(f"class {index}" for index in range(num_classes))

@@ -1,7 +1,7 @@
-"""From folders of pictures to shards: each picture no larger than a training needs it, in the order of its folder.
+"""From folders of images to shards: each image no larger than a training needs it, in the order of its folder.
 
-Pictures are converted by threads: decoding, shrinking and encoding hold no lock of Python's, so that they keep all
-cores busy (what does hold it takes a few percent of a picture's time), and Ctrl-C reaches them at once. Shards are
+Images are converted by threads: decoding, shrinking and encoding hold no lock of Python's, so that they keep all
+cores busy (what does hold it takes a few percent of an image's time), and Ctrl-C reaches them at once. Shards are
 written one after the other: a pack that is killed loses only one.
 """
 
@@ -24,15 +24,16 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from trjax.data.folders import Files, index_folder
-from trjax.data.images import open_picture
+from trjax.data.image_files import ReportProgress
+from trjax.data.images import open_image
 from trjax.data.jpeg import BadImageError, Jpeg, encode_jpeg
 from trjax.data.shards import (
     INDEX,
     UNFINISHED,
-    About,
     Index,
     LeftOut,
     Shard,
+    ShardInfo,
     encode_record,
     find_fault,
     make_shard,
@@ -45,15 +46,13 @@ from trjax.data.shards import (
 from trjax.data.splits import SPLITS, find_splits
 from trjax.files import atomic_write
 
-_SAMPLE = 64  # pictures that tell one source from another, and how large a picture gets
-_AT_A_TIME = 1024  # pictures that wait to be written, at most
+_SAMPLE = 64  # images that tell one source from another, and how large an image gets
+_AT_A_TIME = 1024  # images that wait to be written, at most
 _LIMITS = {"max_side": (1, 32768), "quality": (1, 100), "shard_mb": (1e-6, 1e6), "workers": (1, 1024)}
-_WRITER = "group_size:1,uncompressed"  # each picture by itself; JPEG does not compress
+_WRITER = "group_size:1,uncompressed"  # each image by itself; JPEG does not compress
 _OWN = re.compile(r"(shard-\d{5}-of-\d{5}\.array_record(\.json)?|index\.json|unfinished\.json)(\.partial)?")
 
 T = TypeVar("T")
-Report = Callable[[str, int, int], None]
-"""Is told of a split, how many of its pictures are done, and of how many."""
 
 
 @dataclass(frozen=True)
@@ -86,24 +85,24 @@ def in_order(do: Callable[[int], T], indices: Sequence[int], workers: int) -> Ge
 
 
 def shrink(data: bytes, max_side: int, quality: int) -> bytes:
-    """Returns a picture as a JPEG file whose longer side is at most `max_side`; unchanged if it is one already.
+    """Returns an image as a JPEG file whose longer side is at most `max_side`; unchanged if it is one already.
 
     Raises:
-        BadImageError: see `open_picture`.
+        BadImageError: see `open_image`.
     """
-    picture = open_picture(data)
-    share = max_side / max(picture.height, picture.width)
-    pixels = picture.decode(share)  # also where it is only to be seen whether it can be
+    image = open_image(data)
+    share = max_side / max(image.height, image.width)
+    pixels = image.decode(share)  # also where it is only to be seen whether it can be
     if share < 1:
-        size = max(1, round(picture.width * share)), max(1, round(picture.height * share))
+        size = max(1, round(image.width * share)), max(1, round(image.height * share))
         pixels = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
-    elif isinstance(picture, Jpeg):
+    elif isinstance(image, Jpeg):
         return data
     return encode_jpeg(pixels, quality)
 
 
-def _describe(files: Files, how: How) -> About:
-    """Returns what is to be packed, and into how many shards, by the size of some pictures."""
+def _describe(files: Files, how: How) -> ShardInfo:
+    """Returns what is to be packed, and into how many shards, by the size of some images."""
     digest = hashlib.sha256(json.dumps(files.classes).encode())
     for part in (files.names, files.ends.tobytes(), files.labels.tobytes()):
         digest.update(part)
@@ -114,10 +113,10 @@ def _describe(files: Files, how: How) -> About:
         with suppress(BadImageError):
             sizes.append(len(shrink(data, how.max_side, how.quality)))
     of_a_shard = max(1, int(how.shard_mb * 2**20 / float(np.mean(sizes or [1]))))
-    return About(digest.hexdigest(), how.max_side, how.quality, how.shard_mb, -(-len(files) // of_a_shard))
+    return ShardInfo(digest.hexdigest(), how.max_side, how.quality, how.shard_mb, -(-len(files) // of_a_shard))
 
 
-def _begin(folder: Path, about: About) -> About:
+def _begin(folder: Path, about: ShardInfo) -> ShardInfo:
     """Returns what a folder was begun with, which must be the same but for the number of shards.
 
     Raises:
@@ -127,7 +126,7 @@ def _begin(folder: Path, about: About) -> About:
         begun = read_index(folder).about
     elif (folder / UNFINISHED).exists():
         try:
-            begun = About(**read_json(folder / UNFINISHED))
+            begun = ShardInfo(**read_json(folder / UNFINISHED))
         except TypeError as error:
             raise ValueError(f"{folder / UNFINISHED} is damaged ({error})") from error
     else:
@@ -137,7 +136,7 @@ def _begin(folder: Path, about: About) -> About:
         return about
     if begun.source != about.source:
         raise ValueError(
-            f"{folder} holds pictures of another source, or the source has changed since; remove it to pack anew"
+            f"{folder} holds images of another source, or the source has changed since; remove it to pack anew"
         )
     for option in ("max_side", "quality", "shard_mb"):
         if (was := getattr(begun, option)) != (asked := getattr(about, option)):
@@ -158,7 +157,7 @@ def _read_finished(folder: Path) -> dict[str, Shard]:
 
 
 def _convert(files: Files, how: How, index: int) -> bytes | LeftOut:
-    """Returns a picture's record, or what is wrong with it."""
+    """Returns an image's record, or what is wrong with it."""
     name, (data, label) = files.name(index), files.read(index)
     try:
         return encode_record(name, label, shrink(data, how.max_side, how.quality))
@@ -170,7 +169,7 @@ def _write_records(path: Path, converted: Iterator[bytes | LeftOut], done: Calla
     """Writes a shard's file, and returns what is not in it; `done` is told how many records have come.
 
     Raises:
-        OSError: it cannot be written; or a picture cannot be read.
+        OSError: it cannot be written; or an image cannot be read.
     """
 
     def attempt(do: Callable[..., Any], *arguments: Any) -> None:
@@ -196,7 +195,7 @@ def _write_records(path: Path, converted: Iterator[bytes | LeftOut], done: Calla
     return left_out
 
 
-def _write_shard(files: Files, folder: Path, how: How, name: str, indices: range, report: Report) -> Shard:
+def _write_shard(files: Files, folder: Path, how: How, name: str, indices: range, report: ReportProgress) -> Shard:
     """Packs a shard, and notes that it is complete."""
     path = folder / name
     convert = partial(_convert, files, how)
@@ -212,12 +211,12 @@ def _write_shard(files: Files, folder: Path, how: How, name: str, indices: range
     return shard
 
 
-def _end(files: Files, folder: Path, about: About, shards: Sequence[Shard]) -> Index:
+def _end(files: Files, folder: Path, about: ShardInfo, shards: Sequence[Shard]) -> Index:
     """Marks a split as complete, and removes what only a pack needs that goes on."""
     kept = np.ones(len(files), bool)
     kept[[left.index for shard in shards for left in shard.left_out]] = False
     if not kept.any():
-        raise ValueError(f"{files.root}: none of its {len(files):,} pictures can be read")
+        raise ValueError(f"{files.root}: none of its {len(files):,} images can be read")
     counts = np.bincount(files.labels[kept], minlength=len(files.classes))
     index = Index(about, files.classes, tuple(map(int, counts)), int(kept.sum()), tuple(shards))
     write_json(folder / INDEX, index)
@@ -247,11 +246,11 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def pack_split(files: Files, folder: Path, how: How, report: Report = lambda *_: None) -> Index:
-    """Packs the pictures of a split, or what is missing of them.
+def pack_split(files: Files, folder: Path, how: How, report: ReportProgress = lambda *_: None) -> Index:
+    """Packs the images of a split, or what is missing of them.
 
     Raises:
-        ValueError: the folder holds something else, or no picture can be read.
+        ValueError: the folder holds something else, or no image can be read.
         OSError: a file cannot be read or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -265,15 +264,15 @@ def pack_split(files: Files, folder: Path, how: How, report: Report = lambda *_:
         return _end(files, folder, about, shards)
 
 
-def pack(source: Path, target: Path, how: How, report: Report = lambda *_: None) -> dict[str, Index]:
-    """Packs all splits of a folder of pictures.
+def pack(source: Path, target: Path, how: How, report: ReportProgress = lambda *_: None) -> dict[str, Index]:
+    """Packs all splits of a folder of images.
 
     Raises:
         ValueError: there are none, or the target is in the way.
         OSError: a file cannot be read or written.
     """
     if target.resolve().is_relative_to(source.resolve()):
-        raise ValueError(f"{target} lies in {source}, whose pictures it is to hold; name a folder outside of it")
+        raise ValueError(f"{target} lies in {source}, whose images it is to hold; name a folder outside of it")
     found = find_splits(source)
     if not found:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""A packed split: its pictures in a few large files, which many readers get at faster than at a million small ones.
+"""A packed split: its images in a few large files, which many readers get at faster than at a million small ones.
 
-A split is a folder of shards, ArrayRecord files of one record a picture, and `index.json`, written last: where it is
+A split is a folder of shards, ArrayRecord files of one record an image, and `index.json`, written last: where it is
 missing, the pack has not ended. A record is the label (int32), the length of the name (uint16), both little-endian,
-the name, and the picture's file.
+the name, and the image's file.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 from array_record.python.array_record_module import ArrayRecordReader
 
-from trjax.data.pictures import Encoded
+from trjax.data.image_files import Encoded
 from trjax.files import atomic_write
 
 INDEX = "index.json"
@@ -31,13 +31,13 @@ _READER = {"options": "readahead_buffer_size:0,max_parallelism:0", "file_reader_
 
 
 @dataclass(frozen=True)
-class About:
+class ShardInfo:
     """What a split was packed from, and how.
 
     Attributes:
-        source: SHA-256 of all names and labels, and of some pictures.
+        source: SHA-256 of all names and labels, and of some images.
         max_side: pixels of the longer side.
-        quality: of JPEG, for pictures that were encoded anew.
+        quality: of JPEG, for images that were encoded anew.
         shard_mb: MiB of a shard, about.
         num_shards: how many there are.
     """
@@ -51,7 +51,7 @@ class About:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A picture that is in no shard.
+    """An image that is in no shard.
 
     Attributes:
         index: of its file in the source.
@@ -73,7 +73,7 @@ class Shard:
         records: how many it holds.
         size_bytes: of the file.
         sha256: of the file.
-        left_out: pictures that were to be in it.
+        left_out: images that were to be in it.
     """
 
     file: str
@@ -90,12 +90,12 @@ class Index:
     Attributes:
         about: what was packed, and how.
         classes: names, in the order of the labels.
-        class_examples: pictures of each class.
-        examples: pictures in all shards.
+        class_examples: images of each class.
+        examples: images in all shards.
         shards: in order.
     """
 
-    about: About
+    about: ShardInfo
     classes: tuple[str, ...]
     class_examples: tuple[int, ...]
     examples: int
@@ -121,19 +121,19 @@ def shard_name(number: int, num_shards: int) -> str:
 
 
 def encode_record(name: str, label: int, data: bytes) -> bytes:
-    """Returns a picture as a record."""
+    """Returns an image as a record."""
     encoded = os.fsencode(name)
     return _HEADER.pack(label, len(encoded)) + encoded + data
 
 
 def decode_record(record: bytes) -> tuple[str, Encoded]:
-    """Returns the name in a record, and the picture.
+    """Returns the name in a record, and the image.
 
     Raises:
         OSError: it is cut off.
     """
     if len(record) < _HEADER.size:
-        raise OSError(f"a record of {len(record)} bytes holds no picture")
+        raise OSError(f"a record of {len(record)} bytes holds no image")
     label, length = _HEADER.unpack_from(record)
     end = _HEADER.size + length
     return os.fsdecode(record[_HEADER.size : end]), Encoded(record[end:], label)
@@ -183,12 +183,12 @@ def read_index(folder: Path) -> Index:
     if not (path := folder / INDEX).is_file():
         if (folder / UNFINISHED).is_file():
             raise ValueError(f"{folder}: its pack has not ended; start `python -m trjax.data pack` again to go on")
-        raise ValueError(f"{folder} holds no packed pictures: {INDEX} is missing")
+        raise ValueError(f"{folder} holds no packed images: {INDEX} is missing")
     table = read_json(path)
     try:
         counts = tuple(table["class_examples"])
         shards = tuple(make_shard(shard) for shard in table["shards"])
-        index = Index(About(**table["about"]), tuple(table["classes"]), counts, table["examples"], shards)
+        index = Index(ShardInfo(**table["about"]), tuple(table["classes"]), counts, table["examples"], shards)
         if not sum(counts) == index.examples == sum(shard.records for shard in shards):
             raise ValueError(f"examples={index.examples}, with other numbers of them in its classes or shards")
         if len(counts) != len(index.classes) or len(shards) != index.about.num_shards:
@@ -208,9 +208,9 @@ def find_fault(folder: Path, shard: Shard) -> str:
 
 @dataclass(frozen=True)
 class Shards:
-    """The pictures of a packed split, in any order, by several threads at a time; see `Pictures`.
+    """The images of a packed split, in any order, by several threads at a time; see `ImageFiles`.
 
-    A shard is opened when the first of its pictures is read. Copies for other processes open their own.
+    A shard is opened when the first of its images is read. Copies for other processes open their own.
 
     Attributes:
         folder: of the split.
@@ -225,20 +225,20 @@ class Shards:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Pictures up to the end of each shard."""
+        """Images up to the end of each shard."""
         return list(accumulate(shard.records for shard in self.shards))
 
     def __len__(self) -> int:
-        """Returns the number of pictures."""
+        """Returns the number of images."""
         return self._ends[-1] if self.shards else 0
 
     def __reduce__(self) -> Any:
         return type(self), (self.folder, self.classes, self.shards)
 
     def _find(self, index: int) -> tuple[int, int]:
-        """Returns the number of a picture's shard, and its place there."""
+        """Returns the number of an image's shard, and its place there."""
         if not 0 <= index < len(self):
-            raise IndexError(f"picture {index} of {len(self)}")
+            raise IndexError(f"image {index} of {len(self)}")
         number = bisect_right(self._ends, index)
         return number, index - (self._ends[number - 1] if number else 0)
 
@@ -252,7 +252,7 @@ class Shards:
         return self._readers.setdefault(number, reader)  # of two threads that open one, both take the first
 
     def read_named(self, index: int) -> tuple[str, Encoded]:
-        """Returns a picture's name, and the picture.
+        """Returns an image's name, and the image.
 
         Raises:
             OSError: it cannot be read, or is damaged.
@@ -265,7 +265,7 @@ class Shards:
             raise OSError(f"{self.folder / self.shards[number].file}, record {position}: {reason}") from error
 
     def name(self, index: int) -> str:
-        """Returns what a picture's file was called; if its record is damaged, which one that is."""
+        """Returns what an image's file was called; if its record is damaged, which one that is."""
         try:
             return self.read_named(index)[0]
         except OSError:
@@ -273,7 +273,7 @@ class Shards:
             return f"{self.shards[number].file}[{position}]"
 
     def read(self, index: int) -> Encoded:
-        """Returns a picture.
+        """Returns an image.
 
         Raises:
             OSError: it cannot be read, or is damaged.
@@ -282,7 +282,7 @@ class Shards:
 
 
 def open_shards(folder: Path) -> Shards:
-    """Returns the pictures of a packed split.
+    """Returns the images of a packed split.
 
     Raises:
         ValueError: its pack has not ended, or a shard is missing or of the wrong size.

@@ -13,7 +13,7 @@ import numpy as np
 from trjax.config.data import FROM_FILES, DataConfig
 from trjax.data.arrays import describe_npz, load_npz
 from trjax.data.cifar import load_cifar
-from trjax.data.pictures import PictureSource, count_cores
+from trjax.data.image_files import ImageFileSource, count_cores
 from trjax.data.spec import DataSpec
 from trjax.data.splits import open_splits
 from trjax.memory import require_memory
@@ -105,14 +105,14 @@ _DIGITS_FILE = Path(__file__).with_name("digits.npz")
 _IMAGENET_CLASSES, _IMAGENET_EXAMPLES = 1000, (1_281_167, 50_000)
 
 
-def _picture_size(data: DataConfig) -> tuple[int, int]:
-    """Returns the height and width that pictures come to."""
+def _image_size(data: DataConfig) -> tuple[int, int]:
+    """Returns the height and width that images come to."""
     height, width, _ = data.image_shape or (224, 224, 3)
     return height, width
 
 
-def _describe_pictures(data: DataConfig) -> DataSpec:
-    """Returns the shapes and sizes of pictures; without a root, those of ImageNet's 2012 challenge."""
+def _describe_images(data: DataConfig) -> DataSpec:
+    """Returns the shapes and sizes of images; without a root, those of ImageNet's 2012 challenge."""
     sizes = (data.num_classes, data.train_examples, data.test_examples)
     if not data.num_classes:
         if data.root or data.source == "images":
@@ -120,13 +120,13 @@ def _describe_pictures(data: DataConfig) -> DataSpec:
             sizes = (len(train.classes), len(train), len(test))
         else:
             sizes = (_IMAGENET_CLASSES, *_IMAGENET_EXAMPLES)
-    return DataSpec((*_picture_size(data), 3), *sizes, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    return DataSpec((*_image_size(data), 3), *sizes, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def _load_pictures(data: DataConfig, seed: int) -> tuple[Source, Source]:
+def _load_images(data: DataConfig, seed: int) -> tuple[Source, Source]:
     train, test = open_splits(data.root)
     workers = data.workers or min(_MOST_WORKERS, count_cores())
-    make = partial(PictureSource, size=_picture_size(data), seed=seed, least_area=data.least_area, workers=workers)
+    make = partial(ImageFileSource, size=_image_size(data), seed=seed, least_area=data.least_area, workers=workers)
     make = partial(make, stops=data.on_error == "stop")
     return make(train), make(test)
 
@@ -144,7 +144,7 @@ def describe(data: DataConfig) -> DataSpec:
     if data.source == "npz":
         return describe_npz(data)
     if data.source in ("images", "imagenet"):
-        return _describe_pictures(data)
+        return _describe_images(data)
     return {"digits": _DIGITS, "cifar10": _CIFAR10, "cifar100": _CIFAR100}[data.source]
 
 
@@ -167,14 +167,14 @@ def load(data: DataConfig, seed: int = 0) -> tuple[Source, Source]:
 
     Args:
         data: the options.
-        seed: of the run, for random crops of pictures.
+        seed: of the run, for random crops of images.
 
     Raises:
         ValueError: files are missing or damaged; says which, what was expected and where to get it. Or synthetic
             examples do not fit into memory.
     """
     if data.source in ("images", "imagenet"):
-        return _load_pictures(data, seed)
+        return _load_images(data, seed)
     if data.source in ("cifar10", "cifar100"):
         train, test = load_cifar(data.source, data.root)
         return ArraySource(*train), ArraySource(*test)

@@ -1,9 +1,9 @@
-"""The two splits of a folder of pictures, as files or packed."""
+"""The two splits of a folder of images, as files or packed."""
 
 from pathlib import Path
 
 from trjax.data.folders import index_folder
-from trjax.data.pictures import Pictures
+from trjax.data.image_files import ImageFiles
 from trjax.data.shards import INDEX, UNFINISHED, open_shards
 
 NAMES = (("train",), ("val", "test", "validation"))
@@ -35,8 +35,8 @@ def is_packed(folder: Path) -> bool:
     return (folder / INDEX).exists() or (folder / UNFINISHED).exists() or any(folder.glob("*.array_record"))
 
 
-def open_split(folder: Path) -> Pictures:
-    """Returns the pictures of a split.
+def open_split(folder: Path) -> ImageFiles:
+    """Returns the images of a split.
 
     Raises:
         ValueError: there are none, or what is packed is damaged.
@@ -47,14 +47,14 @@ def open_split(folder: Path) -> Pictures:
         raise ValueError(f"{folder} cannot be read: {error}") from error
 
 
-def open_splits(root: str) -> tuple[Pictures, Pictures]:
-    """Returns the pictures of the training and of the test split.
+def open_splits(root: str) -> tuple[ImageFiles, ImageFiles]:
+    """Returns the images of the training and of the test split.
 
     Raises:
         ValueError: one is missing or damaged, or they have other classes.
     """
     if not root:
-        raise ValueError("data.root='': must be the folder of the pictures; pass --data.root")
+        raise ValueError("data.root='': must be the folder of the images; pass --data.root")
     train, test = (open_split(find_split(Path(root), names)) for names in NAMES)
     if train.classes != test.classes:
         apart = sorted(set(train.classes) ^ set(test.classes))

@@ -1,4 +1,4 @@
-"""What is in a folder of pictures, packed or not: whether all can be read, how many, how large, how bright."""
+"""What is in a folder of images, packed or not: whether all can be read, how many, how large, how bright."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import cv2
 import numpy as np
 
 from trjax.data.folders import Files, index_folder
-from trjax.data.images import open_picture
+from trjax.data.image_files import ImageFiles, ReportProgress
+from trjax.data.images import open_image
 from trjax.data.jpeg import BadImageError
-from trjax.data.pack import Report, in_order
-from trjax.data.pictures import Pictures
+from trjax.data.pack import in_order
 from trjax.data.shards import Shard, Shards, find_fault, printable, read_index
 from trjax.data.splits import find_splits, is_packed, open_split
 from trjax.text import format_table
@@ -25,7 +25,7 @@ class Damage:
     """What cannot be read.
 
     Attributes:
-        name: of a picture or a shard.
+        name: of an image or a shard.
         reason: what is wrong with it.
     """
 
@@ -38,14 +38,14 @@ class Damage:
 
 @dataclass(frozen=True)
 class Survey:
-    """What some pictures are like.
+    """What some images are like.
 
     Attributes:
         heights: of each that can be read.
         widths: likewise.
-        mean: of each channel of pixels in [0, 1]; every picture counts the same, whatever its size.
+        mean: of each channel of pixels in [0, 1]; every image counts the same, whatever its size.
         std: likewise.
-        damaged: pictures that cannot be read.
+        damaged: images that cannot be read.
     """
 
     heights: np.ndarray
@@ -67,27 +67,27 @@ class Verified:
     """What is wrong with a split.
 
     Attributes:
-        examples: pictures that are to be there.
+        examples: images that are to be there.
         shards: of them that are damaged.
-        pictures: that are damaged, as far as their shards are there.
-        left_out: pictures that were not packed, since they were damaged then.
+        images: that are damaged, as far as their shards are there.
+        left_out: images that were not packed, since they were damaged then.
     """
 
     examples: int
     shards: tuple[Damage, ...]
-    pictures: tuple[Damage, ...]
+    images: tuple[Damage, ...]
     left_out: int = 0
 
 
-def _check(pictures: Pictures, index: int) -> Damage | None:
-    """Reads and decodes a picture, and returns what is wrong with it."""
+def _check(images: ImageFiles, index: int) -> Damage | None:
+    """Reads and decodes an image, and returns what is wrong with it."""
     try:
-        data, label = pictures.read(index)
-        if not 0 <= label < len(pictures.classes):
-            raise BadImageError(f"its label is {label}, of {len(pictures.classes)} classes")
-        open_picture(data).decode()
+        data, label = images.read(index)
+        if not 0 <= label < len(images.classes):
+            raise BadImageError(f"its label is {label}, of {len(images.classes)} classes")
+        open_image(data).decode()
     except (BadImageError, OSError) as error:
-        return Damage(pictures.name(index), str(error))
+        return Damage(images.name(index), str(error))
     return None
 
 
@@ -100,38 +100,38 @@ def _check_shard(folder: Path, shard: Shard) -> str:
     return "its bytes have changed since it was packed (SHA-256)" if changed else ""
 
 
-def verify_split(folder: Path, workers: int, report: Report = lambda *_: None) -> Verified:
-    """Reads all pictures of a split, and returns what is damaged.
+def verify_split(folder: Path, workers: int, report: ReportProgress = lambda *_: None) -> Verified:
+    """Reads all images of a split, and returns what is damaged.
 
     Raises:
-        ValueError: the folder holds no pictures, or no complete pack of them.
+        ValueError: the folder holds no images, or no complete pack of them.
         OSError: a folder cannot be read.
     """
-    pictures: Pictures
+    images: ImageFiles
     shards: tuple[Shard, ...] = ()
     faults = {}
     if is_packed(folder):
         index = read_index(folder)
         shards = index.shards
         faults = {shard: fault for shard in shards if (fault := _check_shard(folder, shard))}
-        pictures = Shards(folder, index.classes, tuple(shard for shard in shards if not find_fault(folder, shard)))
+        images = Shards(folder, index.classes, tuple(shard for shard in shards if not find_fault(folder, shard)))
     else:
-        pictures = index_folder(folder)
+        images = index_folder(folder)
     damaged = []
-    for done, found in enumerate(in_order(partial(_check, pictures), range(len(pictures)), workers), start=1):
-        report(folder.name, done, len(pictures))
+    for done, found in enumerate(in_order(partial(_check, images), range(len(images)), workers), start=1):
+        report(folder.name, done, len(images))
         if found is not None:
             damaged.append(found)
     return Verified(
-        sum(shard.records for shard in shards) or len(pictures),
+        sum(shard.records for shard in shards) or len(images),
         tuple(Damage(shard.file, fault) for shard, fault in faults.items()),
         tuple(damaged),
         sum(len(shard.left_out) for shard in shards),
     )
 
 
-def verify(folder: Path, workers: int, report: Report = lambda *_: None) -> tuple[str, bool]:
-    """Reads all pictures of a folder, and returns a line for each that is damaged, a summary, and whether all is well.
+def verify(folder: Path, workers: int, report: ReportProgress = lambda *_: None) -> tuple[str, bool]:
+    """Reads all images of a folder, and returns a line for each that is damaged, a summary, and whether all is well.
 
     Raises:
         ValueError: see `verify_split`.
@@ -140,38 +140,40 @@ def verify(folder: Path, workers: int, report: Report = lambda *_: None) -> tupl
     lines, sound = [], True
     for name, path in _splits(folder).items():
         found = verify_split(path, workers, report)
-        lines += [f"{name}: {each}" for each in (*found.shards, *found.pictures)]
+        lines += [f"{name}: {each}" for each in (*found.shards, *found.images)]
         shards = f"{len(found.shards)} shards and " if is_packed(path) else ""
         left_out = f"; {found.left_out:,} were left out when it was packed" if found.left_out else ""
-        lines.append(f"{name}: {found.examples:,} pictures; {shards}{len(found.pictures)} pictures damaged{left_out}")
-        sound &= not (found.shards or found.pictures)
+        lines.append(f"{name}: {found.examples:,} images; {shards}{len(found.images)} images damaged{left_out}")
+        sound &= not (found.shards or found.images)
     return "\n".join(lines), sound
 
 
-def _measure(pictures: Pictures, index: int) -> Damage | tuple[int, int, np.ndarray, np.ndarray]:
-    """Returns a picture's height and width, and the mean and the mean square of each channel."""
+def _measure(images: ImageFiles, index: int) -> Damage | tuple[int, int, np.ndarray, np.ndarray]:
+    """Returns an image's height and width, and the mean and the mean square of each channel."""
     try:
-        pixels = open_picture(pictures.read(index).data).decode()
+        pixels = open_image(images.read(index).data).decode()
     except (BadImageError, OSError) as error:
-        return Damage(pictures.name(index), str(error))
+        return Damage(images.name(index), str(error))
     mean, std = (value[:, 0] / 255 for value in cv2.meanStdDev(pixels))
     return *pixels.shape[:2], mean, std**2 + mean**2
 
 
-def survey(pictures: Pictures, most: int, workers: int, report: Report = lambda *_: None, split: str = "") -> Survey:
-    """Returns what pictures are like, from some of them.
+def survey(
+    images: ImageFiles, most: int, workers: int, report: ReportProgress = lambda *_: None, split: str = ""
+) -> Survey:
+    """Returns what images are like, from some of them.
 
     Args:
-        pictures: to look at.
+        images: to look at.
         most: to look at, at most; they lie evenly spread.
         workers: threads.
         report: is told how many are done.
         split: what they are called there.
     """
-    count = min(most, len(pictures))
-    indices = [len(pictures) * number // count for number in range(count)]
+    count = min(most, len(images))
+    indices = [len(images) * number // count for number in range(count)]
     found, damaged = [], []
-    for done, one in enumerate(in_order(partial(_measure, pictures), indices, workers), start=1):
+    for done, one in enumerate(in_order(partial(_measure, images), indices, workers), start=1):
         report(split, done, count)
         if isinstance(one, Damage):
             damaged.append(one)
@@ -185,10 +187,10 @@ def survey(pictures: Pictures, most: int, workers: int, report: Report = lambda 
     return Survey(heights, widths, mean, std, tuple(damaged))
 
 
-def _count_classes(folder: Path, pictures: Pictures) -> np.ndarray:
-    """Returns the number of pictures of each class."""
-    if isinstance(pictures, Files):
-        return np.bincount(pictures.labels, minlength=len(pictures.classes))
+def _count_classes(folder: Path, images: ImageFiles) -> np.ndarray:
+    """Returns the number of images of each class."""
+    if isinstance(images, Files):
+        return np.bincount(images.labels, minlength=len(images.classes))
     return np.array(read_index(folder).class_examples)
 
 
@@ -198,15 +200,15 @@ def _spread(name: str, values: np.ndarray) -> list[Any]:
     return [name, *(f"{value:g}" for value in (values.min(), np.median(values), values.max()))]
 
 
-def _format(name: str, pictures: Pictures, counts: np.ndarray, found: Survey) -> Sequence[str]:
+def _format(name: str, images: ImageFiles, counts: np.ndarray, found: Survey) -> Sequence[str]:
     """Returns the lines on one split."""
     looked_at = len(found.heights) + len(found.damaged)
     rows = [
-        _spread("pictures of a class", counts),
+        _spread("images of a class", counts),
         _spread("width", found.widths),
         _spread("height", found.heights),
     ]
-    lines = [f"{name}: {len(pictures):,} pictures of {len(counts):,} classes; {looked_at:,} of them looked at"]
+    lines = [f"{name}: {len(images):,} images of {len(counts):,} classes; {looked_at:,} of them looked at"]
     lines += format_table(["", "min", "median", "max"], rows).splitlines()
     for what, values in (("mean", found.mean), ("std", found.std)):
         lines.append(f"{what} of red, green, blue in [0, 1]: {', '.join(f'{value:.4f}' for value in values)}")
@@ -214,18 +216,18 @@ def _format(name: str, pictures: Pictures, counts: np.ndarray, found: Survey) ->
     return lines + [f"  {each}" for each in found.damaged]
 
 
-def describe_folder(folder: Path, most: int, workers: int, report: Report = lambda *_: None) -> str:
-    """Returns how many pictures there are, and what `survey` finds in some of them, for each split of a folder.
+def describe_folder(folder: Path, most: int, workers: int, report: ReportProgress = lambda *_: None) -> str:
+    """Returns how many images there are, and what `survey` finds in some of them, for each split of a folder.
 
     Raises:
-        ValueError: the folder holds no pictures, or no complete pack of them.
+        ValueError: the folder holds no images, or no complete pack of them.
         OSError: a folder cannot be read.
     """
     if most < 1:
         raise ValueError(f"most={most}: must be positive")
     parts = []
     for name, path in _splits(folder).items():
-        pictures = open_split(path)
-        found = survey(pictures, most, workers, report, name)
-        parts.append("\n".join(_format(name, pictures, _count_classes(path, pictures), found)))
+        images = open_split(path)
+        found = survey(images, most, workers, report, name)
+        parts.append("\n".join(_format(name, images, _count_classes(path, images), found)))
     return "\n\n".join(parts)

@@ -23,7 +23,7 @@ _SHEAR, _TRANSLATE, _ROTATE, _BLEND = 0.99, 32.0, 135.0, 0.99
 _LUMA = (0.299, 0.587, 0.114)
 
 
-class Operation(NamedTuple):
+class ImageOperation(NamedTuple):
     """What is done to an image.
 
     Attributes:
@@ -43,16 +43,16 @@ class Operation(NamedTuple):
         return jnp.isin(self.which, jnp.array([OPERATIONS.index(name) for name in names]))
 
 
-def draw_operation(key: jax.Array) -> Operation:
+def draw_operation(key: jax.Array) -> ImageOperation:
     """Returns an operation and its strength, each as likely as any other."""
     which, strength, sign = jax.random.split(key, 3)
     drawn = jax.random.randint(strength, (), 0, STRENGTHS) / (STRENGTHS - 1)
-    operation = Operation(jax.random.randint(which, (), 0, len(OPERATIONS)), drawn)
+    operation = ImageOperation(jax.random.randint(which, (), 0, len(OPERATIONS)), drawn)
     negative = operation.any_of(*_SIGNED) & jax.random.bernoulli(sign)
     return operation._replace(strength=drawn * jnp.where(negative, -1, 1))
 
 
-def _move(operation: Operation, image: jax.Array) -> jax.Array:
+def _move(operation: ImageOperation, image: jax.Array) -> jax.Array:
     """Shears, shifts or turns about the centre, to the nearest pixel; what comes from outside is black."""
     height, width, _ = image.shape
     angle = jnp.deg2rad(_ROTATE) * operation.at("rotate")
@@ -81,7 +81,7 @@ def _smooth(image: jax.Array) -> jax.Array:
     return image.at[1:-1, 1:-1].set(jnp.round((around + 4 * image[1:-1, 1:-1]) / 13))
 
 
-def _blend(operation: Operation, image: jax.Array) -> jax.Array:
+def _blend(operation: ImageOperation, image: jax.Array) -> jax.Array:
     """Moves away from, or beyond, a black image, a gray one, an even one, or a smooth one."""
     gray = _gray(image)
     plainer = jnp.where(operation.any_of("color"), gray, 0.0)
@@ -101,7 +101,7 @@ def _equalize(values: jax.Array) -> jax.Array:
     return jnp.where(step > 0, ((below + step // 2) // jnp.maximum(step, 1)).clip(0, 255), jnp.arange(256))
 
 
-def _look_up(operation: Operation, values: jax.Array) -> jax.Array:
+def _look_up(operation: ImageOperation, values: jax.Array) -> jax.Array:
     """Maps every value of one channel, int32, shape (height, width), by a table."""
     table = jnp.arange(256)
     bits = 8 - jnp.round(6 * operation.at("posterize")).astype(jnp.int32)
@@ -114,7 +114,7 @@ def _look_up(operation: Operation, values: jax.Array) -> jax.Array:
     return jnp.where(operation.any_of("equalize"), _equalize(values), table)[values]
 
 
-def apply_operation(operation: Operation, image: jax.Array) -> jax.Array:
+def apply_operation(operation: ImageOperation, image: jax.Array) -> jax.Array:
     """Returns the image, uint8, shape (height, width, channels), with the operation done to it."""
     blended = _blend(operation, _move(operation, image).astype(jnp.float32)).astype(jnp.int32)
     channels = jax.vmap(_look_up, in_axes=(None, -1), out_axes=-1)(operation, blended)

@@ -1,4 +1,4 @@
-"""Pictures: from files to what a network gets, whatever the files are; found once, read by any number of threads."""
+"""Image files: from files to what a network gets, whatever the files are; found once, read by any number of threads."""
 
 import io
 import json
@@ -18,11 +18,11 @@ from trjax.config.run import DataConfig
 from trjax.data import folders, jpeg
 from trjax.data.batches import epoch_order, eval_batches, train_batches
 from trjax.data.folders import find_files, index_folder
-from trjax.data.images import MOST_RATIO, draw_box, example_random, open_picture, read_for_evaluation, read_for_training
+from trjax.data.image_files import UNREADABLE
+from trjax.data.images import MOST_RATIO, draw_box, example_random, open_image, read_for_evaluation, read_for_training
 from trjax.data.jpeg import BadImageError, Jpeg, Rows
 from trjax.data.names import class_names
 from trjax.data.pack import How, pack
-from trjax.data.pictures import UNREADABLE
 from trjax.data.sources import describe, load, resolve
 from trjax.run.fit import fit
 
@@ -30,7 +30,7 @@ SIZE = (8, 8)
 
 
 def scene(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """A smooth picture, of which JPEG keeps nearly everything."""
+    """A smooth image, of which JPEG keeps nearly everything."""
     random = np.random.default_rng(seed)
     small = random.integers(60, 200, (3, 4, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
@@ -45,7 +45,7 @@ def encode(pixels: np.ndarray, kind: str = "JPEG", mode: str = "RGB", **options:
 
 
 def decode(data: bytes) -> np.ndarray:
-    return open_picture(data).decode()
+    return open_image(data).decode()
 
 
 def write_folder(root: Path, per_class: int = 3, classes: tuple[str, ...] = ("ant", "bee")) -> Path:
@@ -99,7 +99,7 @@ def animated() -> bytes:
     ],
     ids=["jpeg", "png", "webp", "grey", "cmyk", "rgba", "palette", "16 bits", "turned", "animated"],
 )
-def test_every_kind_of_picture_comes_as_rgb(data: bytes, expected: np.ndarray, within: int) -> None:
+def test_every_kind_of_image_comes_as_rgb(data: bytes, expected: np.ndarray, within: int) -> None:
     pixels = decode(data)
     assert (pixels.dtype, pixels.shape) == (np.uint8, (*expected.shape[:2], 3))
     assert np.abs(pixels.astype(float) - expected).max() <= within
@@ -110,24 +110,24 @@ def test_every_kind_of_picture_comes_as_rgb(data: bytes, expected: np.ndarray, w
     ("data", "message"),
     [
         (b"", "it is empty"),
-        (b"no picture", "it is no picture"),
+        (b"no image", "it is no image"),
         (encode(scene(200, 300))[:-400], "it is damaged"),
-        (encode(scene(20, 30))[:60], "it is damaged|it is no picture"),
+        (encode(scene(20, 30))[:60], "it is damaged|it is no image"),
         (encode(scene(200, 300), "PNG")[:-400], "it is damaged"),
-        (b"\xff\xd8" + b"0" * 100 + b"\xff\xd9", "it is damaged|it is no picture"),
+        (b"\xff\xd8" + b"0" * 100 + b"\xff\xd9", "it is damaged|it is no image"),
     ],
 )
-def test_what_is_no_whole_picture_is_refused(data: bytes, message: str) -> None:
+def test_what_is_no_whole_image_is_refused(data: bytes, message: str) -> None:
     for read in (decode, lambda data: read_for_training(data, SIZE, example_random(0, 0, 0), 0.08)):
         with pytest.raises(BadImageError, match=message):
             read(data)
 
 
-def test_a_picture_that_claims_to_be_huge_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_claims_to_be_huge_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jpeg, "MOST_PIXELS", 599)
     for kind in ("JPEG", "PNG"):
         with pytest.raises(BadImageError, match="it claims 30 x 20 pixels, more than 599"):
-            open_picture(encode(scene(20, 30), kind))
+            open_image(encode(scene(20, 30), kind))
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.floats(0.05, 1), st.integers(0, 10))
@@ -141,12 +141,12 @@ def test_boxes_lie_inside(height: int, width: int, least_area: float, index: int
         assert own_width / own_height <= 1.1 * MOST_RATIO
 
 
-def test_the_box_of_a_picture_that_no_ratio_fits() -> None:
+def test_the_box_of_an_image_that_no_ratio_fits() -> None:
     assert draw_box(example_random(0, 0, 0), 10, 1000, 0.9) == (0, 493, 10, 13)  # 4/3 of its height, in the middle
 
 
 def test_a_crop_is_the_same_at_any_scale_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large picture is decoded at a quarter of its size; what comes is what its whole size would have given."""
+    """A large image is decoded at a quarter of its size; what comes is what its whole size would have given."""
     data = encode(scene(400, 600))
     seen = []
     decode_rows = Jpeg.decode_rows
@@ -215,7 +215,7 @@ def test_a_flat_folder_needs_its_classes_told(own_cache: Path) -> None:
     found = find_files(flat)
     assert (found.classes, found.labels.tolist()) == (("n1", "n2"), [1, 0, 1])
     Path("val_synsets.txt").write_text("n2\nn1\n")
-    with pytest.raises(ValueError, match=r"names 2 classes, and val holds 3 pictures"):
+    with pytest.raises(ValueError, match=r"names 2 classes, and val holds 3 images"):
         find_files(flat)
 
 
@@ -228,7 +228,7 @@ def test_what_is_read_depends_on_seed_epoch_and_index_alone(own_cache: Path) -> 
         epoch, at = divmod(step, 3)
         np.testing.assert_array_equal(batch.indices[batch.mask > 0], epoch_order(5, epoch, 16)[6 * at : 6 * at + 6])
         for image, index in zip(batch.images[batch.mask > 0], batch.indices, strict=False):
-            data, _ = source.pictures.read(int(index))  # type: ignore[attr-defined]
+            data, _ = source.files.read(int(index))  # type: ignore[attr-defined]
             expected = read_for_training(data, (8, 8), example_random(5, epoch, int(index)), 0.08)
             np.testing.assert_array_equal(image, expected)
     rest = list(train_batches(source, 6, 5, 4, 6))  # in the middle of an epoch
@@ -264,7 +264,7 @@ def damage(root: Path) -> None:
         (root / name).write_bytes(data)
 
 
-def test_bad_pictures_are_left_out_and_named_once(
+def test_bad_images_are_left_out_and_named_once(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(write_folder(Path("data"), per_class=8))
@@ -287,7 +287,7 @@ def test_bad_pictures_are_left_out_and_named_once(
         fit(tiny_config(data=data, global_batch=8, epochs=4, devices="0-1", workdir="run"))
 
 
-def test_a_bad_picture_may_stop_the_run(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_image_may_stop_the_run(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damage(write_folder(Path("data"), per_class=8))
     monkeypatch.setattr("trjax.step.program.make_chain", lambda config, spec: one_block_chain())
     data = DataConfig(source="images", root="data", image_shape=(8, 8, 3), on_error="stop")
@@ -306,7 +306,7 @@ def other_classes(root: Path) -> None:
     [
         (lambda root: os.rename(root / "val", root / "else"), r"data.root=data: expected data/val/CLASS/\*.JPEG or"),
         (other_classes, "2 classes are in one split alone, bee for one"),
-        (lambda root: [path.unlink() for path in root.glob("train/*/*")], "train holds no pictures"),
+        (lambda root: [path.unlink() for path in root.glob("train/*/*")], "train holds no images"),
     ],
 )
 def test_folders_that_cannot_be_used(harm: Callable[[Path], Any], message: str, own_cache: Path) -> None:

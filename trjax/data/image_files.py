@@ -1,6 +1,7 @@
-"""A source of examples that are pictures in files: read and decoded when they are asked for."""
+"""A source of examples that are images in files: read and decoded when they are asked for."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -11,6 +12,8 @@ from trjax.data.jpeg import BadImageError
 
 UNREADABLE = -1
 """Label of an example that could not be read: it counts for nothing, as padding does."""
+ReportProgress = Callable[[str, int, int], None]
+"""Is called with what is read (a split, a file), how much of it is done, and the total; total 0: not known."""
 
 
 def count_cores() -> int:
@@ -19,7 +22,7 @@ def count_cores() -> int:
 
 
 class Encoded(NamedTuple):
-    """A picture as it is stored.
+    """An image as it is stored.
 
     Attributes:
         data: of its file.
@@ -30,21 +33,21 @@ class Encoded(NamedTuple):
     label: int
 
 
-class Pictures(Protocol):
-    """Stored pictures by index, in a fixed order of their own; read by several threads at a time."""
+class ImageFiles(Protocol):
+    """Stored images by index, in a fixed order of their own; read by several threads at a time."""
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, in the order of the labels."""
 
     def __len__(self) -> int:
-        """Returns the number of pictures."""
+        """Returns the number of images."""
 
     def name(self, index: int) -> str:
-        """Returns what a picture's file is, or was, called."""
+        """Returns what an image's file is, or was, called."""
 
     def read(self, index: int) -> Encoded:
-        """Returns a picture.
+        """Returns an image.
 
         Raises:
             OSError: it cannot be read.
@@ -52,20 +55,20 @@ class Pictures(Protocol):
 
 
 @dataclass(frozen=True)
-class PictureSource:
-    """Pictures as a network gets them.
+class ImageFileSource:
+    """Images as a network gets them.
 
     Attributes:
-        pictures: as they are stored.
+        files: the images as they are stored.
         size: height and width to come to.
         seed: of random crops.
-        least_area: smallest share of a picture that such a crop may be.
+        least_area: smallest share of an image that such a crop may be.
         stops: an example that cannot be read is an error; otherwise it is left out.
         workers: threads that are to read ahead.
         problems: what was wrong with such examples, by their names.
     """
 
-    pictures: Pictures
+    files: ImageFiles
     size: tuple[int, int]
     seed: int = 0
     least_area: float = 0.08
@@ -75,19 +78,19 @@ class PictureSource:
 
     def __len__(self) -> int:
         """Returns the number of examples."""
-        return len(self.pictures)
+        return len(self.files)
 
     def _read_one(self, index: int, epoch: int | None, pixels: np.ndarray) -> int:
         """Fills in an example's pixels, and returns its label."""
         try:
-            data, label = self.pictures.read(index)
+            data, label = self.files.read(index)
             if epoch is None:
                 pixels[:] = read_for_evaluation(data, self.size)
             else:
                 random = example_random(self.seed, epoch, index)
                 read_for_training(data, self.size, random, self.least_area, pixels)
         except (BadImageError, OSError) as error:
-            name = self.pictures.name(index)
+            name = self.files.name(index)
             if self.stops:
                 raise ValueError(f"{name}: {error}; mend or remove it, or pass --data.on-error skip") from error
             self.problems[name], pixels[:] = str(error), 0
