@@ -60,7 +60,7 @@ def summarise(trace: Trace, num_steps: int) -> Found:
     gaps, orders = [], []
     for device in devices:
         own = sorted((event for event in events if event.device == device), key=lambda event: event.start)
-        gaps += [end - start for start, end in find_gaps(event.span for event in own)]
+        gaps += [end - start for start, end in find_gaps(event.interval for event in own)]
         orders.append([event.group for event in own if event.group])
     turns = len(devices) * num_steps
     figures: Figures = {

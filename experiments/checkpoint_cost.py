@@ -23,7 +23,7 @@ from trjax.config.run import Config
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh, start_platform
-from trjax.run.checkpoints import About, Checkpoints
+from trjax.run.checkpoints import CheckpointInfo, Checkpoints
 from trjax.step.compile import compile_program
 from trjax.step.program import Program, make_program
 
@@ -55,7 +55,7 @@ def train(config: Config, program: Program, state: Any, way: Way, every: int) ->
             jax.block_until_ready(outcome)
             if way != "none" and step % every == 0:
                 began = time.perf_counter()
-                checkpoints.save(state, About(step, {}, asdict(config), None))
+                checkpoints.save(state, CheckpointInfo(step, {}, asdict(config), None))
                 if way == "waiting":
                     checkpoints.wait()
                 saving += time.perf_counter() - began

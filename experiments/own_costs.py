@@ -44,7 +44,7 @@ from trjax.config.run import Config, DataConfig
 from trjax.mesh import make_mesh, start_platform
 from trjax.models.chain import Chain
 from trjax.models.resnet import ConvNorm, Head, StemSegment, make_resnet
-from trjax.run.checkpoints import About, decode, encode
+from trjax.run.checkpoints import CheckpointInfo, decode, encode
 from trjax.step.compile import lower_step
 from trjax.step.expected import expect
 from trjax.step.layouts import conv_order_of
@@ -169,7 +169,7 @@ def timed(do: Callable[[], Value]) -> tuple[Value, float]:
 def save_and_load(program: Program) -> float:
     """Returns the seconds to make and to read the bytes of a checkpoint."""
     state: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.layouts.saved_shape)
-    data, there = timed(lambda: encode(state, About(0, {}, {}, None)))
+    data, there = timed(lambda: encode(state, CheckpointInfo(0, {}, {}, None)))
     _, back = timed(lambda: decode(data, program.layouts.saved_shape, "the checkpoint"))
     return there + back
 

@@ -18,7 +18,7 @@ from trjax import predict, train
 from trjax.config.data import DataConfig
 from trjax.data.sources import load
 from trjax.models.weights import from_torch, read_weights
-from trjax.run.trained import open_model
+from trjax.run.saved_model import open_model
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -25,7 +25,7 @@ from trjax.models.chain import evaluate_chain, init_chain
 from trjax.models.resnet import make_resnet
 from trjax.models.weights import from_torch, read_weights, to_torch, torch_name
 from trjax.run.fit import fit
-from trjax.run.trained import open_model
+from trjax.run.saved_model import open_model
 from trjax.train import main
 from trjax.trees import name_leaves
 

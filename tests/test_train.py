@@ -30,10 +30,10 @@ from trjax.data.batches import epoch_order
 from trjax.mesh import make_mesh
 from trjax.models.resnet import Head
 from trjax.run import fit as fit_module
-from trjax.run.checkpoints import About, Checkpoints, decode
+from trjax.run.checkpoints import CheckpointInfo, Checkpoints, decode
 from trjax.run.fit import RunSummary, fit, format_summary
 from trjax.run.loop import BadNumbersError
-from trjax.run.start import start_run
+from trjax.run.setup import set_up_run
 from trjax.run.workdir import lock_workdir
 from trjax.step.collectives import sum_moments
 from trjax.step.compile import compile_program
@@ -127,7 +127,7 @@ def test_stopping_after_any_step_and_resuming_is_bitwise_nothing(monkeypatch: py
     config, total = tiny_config(epochs=2, log_every=2, data=AUGMENTED), 2 * 5
     program = make_program(config, make_mesh("0-1"))
     compiled = compile_program(program)
-    monkeypatch.setattr("trjax.run.start.make_program", lambda *_: program)
+    monkeypatch.setattr("trjax.run.setup.make_program", lambda *_: program)
     monkeypatch.setattr(fit_module, "compile_program", lambda *_: compiled)
     run_tiny("whole", devices="0-1", data=AUGMENTED)
     whole = final_state("whole", config)
@@ -148,9 +148,9 @@ def test_records_are_never_behind_a_checkpoint(monkeypatch: pytest.MonkeyPatch) 
     """Whoever is killed behind it loses no line of what came before."""
     seen, save = {}, Checkpoints.save
 
-    def spy(self: Checkpoints, state: Any, about: About) -> None:
-        seen[about.step] = sum(line["examples"] for line in lines("run") if line["split"] == "train")
-        save(self, state, about)
+    def spy(self: Checkpoints, state: Any, info: CheckpointInfo) -> None:
+        seen[info.step] = sum(line["examples"] for line in lines("run") if line["split"] == "train")
+        save(self, state, info)
 
     monkeypatch.setattr(Checkpoints, "save", spy)
     run_tiny("run", save_every=3)
@@ -312,7 +312,7 @@ def test_damaged_checkpoints_are_said_and_the_one_before_is_used(capsys: pytest.
     Path("run/checkpoints/10.safetensors").write_bytes(whole[:-1])
     assert run_tiny("run", epochs=2).step == 10
     out = capsys.readouterr().out
-    assert "warning: checkpoint run/checkpoints/10.safetensors is passed over: its digest is another" in out
+    assert "warning: checkpoint run/checkpoints/10.safetensors is skipped: its digest is another" in out
     assert "resumed at step 5 of 10" in out
     # done again to the bit, beside the damaged one
     assert load_file("run/checkpoints/10.safetensors").keys() == safetensors.load(whole).keys()
@@ -354,11 +354,11 @@ def test_checkpoint_holds_the_state_to_the_bit_on_other_devices() -> None:
     state = program_of_eight.init()
     state = replace(state, params=spread(state.params), batch_stats=spread(state.batch_stats, 1))
     checkpoints = Checkpoints(Path("checkpoints"), pytest.fail)
-    about = About(0, {"epoch": 0, "batch": 0}, {"seed": 1}, None)
-    checkpoints.save(program_of_eight.layouts.unload(state), about)
+    info = CheckpointInfo(0, {"epoch": 0, "batch": 0}, {"seed": 1}, None)
+    checkpoints.save(program_of_eight.layouts.unload(state), info)
     checkpoints.wait()
     found = Checkpoints(Path("checkpoints"), pytest.fail)
-    assert found.last == about
+    assert found.last == info
     assert found.best is None
     restored = program.layouts.load(decode(found.read(0), program.layouts.saved_shape, "it"))
     jax.tree.map(np.testing.assert_array_equal, restored, state)
@@ -443,10 +443,10 @@ def test_a_few_batches_to_learn_by_heart() -> None:
     config: dict[str, Any] = {"overfit_batches": 2, "epochs": 3, "global_batch": 8, "data": DATA}
     assert run_tiny("run", **config).step == 6
     assert [line["examples"] for line in lines("run") if line["split"] == "test"] == [16] * 3
-    with start_run(tiny_config(workdir="run", **config), None, None, pytest.fail) as start:
-        assert len(start.train_source) == len(start.test_source) == 16
+    with set_up_run(tiny_config(workdir="run", **config), None, None, pytest.fail) as setup:
+        assert len(setup.train_source) == len(setup.test_source) == 16
         images, _ = sources.load(DATA)[0].read(np.arange(16))
-        for source in (start.train_source, start.test_source):
+        for source in (setup.train_source, setup.test_source):
             np.testing.assert_array_equal(source.read(np.arange(16))[0], images)
     with pytest.raises(ValueError, match="overfit_batches=13 with global_batch=8: these are 104 examples, and there"):
         run_tiny("more", **config | {"overfit_batches": 13})

@@ -17,10 +17,10 @@ from trjax.run.watchdog import watch
 def stuck():
     time.sleep(60)
 
-with watch(0.5, 3, Path("watchdog.log")) as fed:
+with watch(0.5, 3, Path("watchdog.log")) as report_step:
     for step in range(4):
         time.sleep(0.3)
-        fed(step)
+        report_step(step)
     stuck()
 """
 
@@ -46,6 +46,6 @@ def test_faulthandler_names_neither_process_nor_step() -> None:
 
 def test_it_lets_go_of_a_run_that_ends_and_of_one_without_it(tmp_path: Path) -> None:
     for seconds in (0.0, 60.0):
-        with watch(seconds, 0, tmp_path / "log") as fed:
-            fed(1)
+        with watch(seconds, 0, tmp_path / "log") as report_step:
+            report_step(1)
     assert not (tmp_path / "log").exists()

@@ -16,7 +16,7 @@ from trjax.config.run import OptimConfig
 from trjax.data.batches import train_batches
 from trjax.data.sources import load
 from trjax.mesh import make_mesh
-from trjax.run.checkpoints import About, Checkpoints, decode
+from trjax.run.checkpoints import CheckpointInfo, Checkpoints, decode
 from trjax.step.compile import lower_step
 from trjax.step.optim import clip_by_global_norm, scale_by_lars, scale_by_trust_ratio
 from trjax.step.program import Program, make_program
@@ -89,7 +89,7 @@ def test_checkpoints_are_the_same_for_every_reducer(tmp_path: Path) -> None:
     for first, then in ((sharded, whole), (whole, sharded)):
         checkpoints = Checkpoints(tmp_path / f"from{first is whole}", print)
         state = run(first, first.init())
-        checkpoints.save(first.layouts.unload(state), About(3, {}, {}, None))
+        checkpoints.save(first.layouts.unload(state), CheckpointInfo(3, {}, {}, None))
         checkpoints.wait()
         restored = decode(checkpoints.read(3), then.layouts.saved_shape, "it")
         assert {leaf.shape for leaf in jax.tree.leaves(restored)} == {

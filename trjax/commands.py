@@ -6,28 +6,30 @@ from typing import TypeVar
 
 import tyro
 
-Options = TypeVar("Options")
+CommandOptions = TypeVar("CommandOptions")
 
 
-def tell(do: Callable[[], str]) -> int:
-    """Prints what a command has to say, or a mistake (ValueError, OSError) as one line; returns 0, or 2."""
+def print_result(do: Callable[[], str]) -> int:
+    """Prints a command's result, or its mistake (ValueError, OSError) as one line; returns 0, or 2."""
     try:
-        said = do()
+        result = do()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(said)
+    print(result)
     return 0
 
 
-def run_command(prog: str, options: type[Options], do: Callable[[Options], str], arguments: Sequence[str]) -> int:
-    """Reads a command's options, and tells what it has to say, see `tell`.
+def run_command(
+    prog: str, options: type[CommandOptions], do: Callable[[CommandOptions], str], arguments: Sequence[str]
+) -> int:
+    """Reads a command's options and prints its result, see `print_result`; returns the exit code.
 
     Args:
-        prog: what it is called.
+        prog: the command's name.
         options: a dataclass of its options.
-        do: the command.
+        do: returns the command's result.
         arguments: the command line.
     """
     given = tyro.cli(options, prog=prog, args=list(arguments))
-    return tell(lambda: do(given))
+    return print_result(lambda: do(given))

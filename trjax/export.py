@@ -16,7 +16,7 @@ from trjax.commands import run_command
 from trjax.files import atomic_write
 from trjax.models.batchnorm import fold_batchnorm
 from trjax.models.weights import import_torch, to_torch
-from trjax.run.trained import SavedModel, Which, open_model, predict
+from trjax.run.saved_model import SavedModel, Which, open_model, predict
 
 _ENDINGS = {"safetensors": "safetensors", "torchvision": "pth", "stablehlo": "stablehlo"}
 

@@ -15,7 +15,7 @@ from trjax.commands import run_command
 from trjax.data.images import open_image
 from trjax.data.jpeg import BadImageError
 from trjax.data.names import class_names
-from trjax.run.trained import Which, open_model, predict, top_classes
+from trjax.run.saved_model import Which, open_model, predict, top_classes
 from trjax.text import format_table
 
 

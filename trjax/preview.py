@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw
 
-from trjax.commands import tell
+from trjax.commands import print_result
 from trjax.config.command_line import parse_options
 from trjax.config.run import Config
 from trjax.data.batches import epoch_order, read_batch
@@ -143,7 +143,7 @@ def preview(arguments: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0, or 2 for a mistake."""
-    return tell(lambda: preview(arguments))
+    return print_result(lambda: preview(arguments))
 
 
 if __name__ == "__main__":

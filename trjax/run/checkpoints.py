@@ -22,19 +22,19 @@ from safetensors import numpy as safetensors
 from trjax.files import atomic_write, partial_path, sync
 from trjax.step.state import TrainState
 
-_ABOUT = "trjax"
+_METADATA_KEY = "trjax"
 
 
 @dataclass(frozen=True)
-class About:
-    """What a checkpoint says of itself.
+class CheckpointInfo:
+    """The metadata of a checkpoint.
 
     Attributes:
         step: batches seen.
-        position: epoch and batch, where in the data the run is.
+        position: epoch and batch of the next step.
         config: the run's configuration as plain types.
         test_top1: at this step; None if it was not evaluated.
-        score: by which the best is chosen, the larger the better; None if it was not evaluated.
+        score: decides which checkpoint is the best, the larger the better; None if it was not evaluated.
     """
 
     step: int
@@ -48,26 +48,26 @@ def _names(state: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
 
 
-def encode(state: TrainState, about: About) -> bytes:
-    """Returns a checkpoint's bytes: safetensors with the state's arrays by path, and `about` among its metadata."""
+def encode(state: TrainState, info: CheckpointInfo) -> bytes:
+    """Returns a checkpoint's bytes: safetensors with the state's arrays by path, and `info` among its metadata."""
     arrays = {name: np.asarray(leaf) for name, leaf in _names(state)}
-    return safetensors.save(arrays, {_ABOUT: json.dumps(vars(about))})
+    return safetensors.save(arrays, {_METADATA_KEY: json.dumps(vars(info))})
 
 
-def _read_about(data: bytes) -> About:
-    """Returns what a checkpoint says of itself, from its header, which begins with its own length.
+def _read_info(data: bytes) -> CheckpointInfo:
+    """Returns the metadata in a checkpoint's header, which begins with its own length.
 
     Raises:
-        ValueError: it says nothing of the kind.
+        ValueError: there is none, or of another version.
     """
     length = int.from_bytes(data[:8], "little")
     try:
-        about = About(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_ABOUT]))
+        info = CheckpointInfo(**json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_METADATA_KEY]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError("it is no checkpoint of trjax") from error
-    if type(about.step) is not int or not isinstance(about.position, dict) or set(about.position) != {"epoch", "batch"}:
+    if type(info.step) is not int or not isinstance(info.position, dict) or set(info.position) != {"epoch", "batch"}:
         raise ValueError("it is no checkpoint of this version")
-    return about
+    return info
 
 
 def decode(data: bytes, shapes: TrainState, where: str) -> TrainState:
@@ -76,7 +76,7 @@ def decode(data: bytes, shapes: TrainState, where: str) -> TrainState:
     Args:
         data: from `encode`.
         shapes: of the state that is wanted.
-        where: what to call it in an error.
+        where: names it in an error.
 
     Raises:
         ValueError: it is of another model; lists what differs.
@@ -129,14 +129,14 @@ def _copy(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; those that are damaged are passed over, and left as they are."""
+    """The checkpoints of one run, in `folder`; damaged ones are skipped and stay as they are."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None], keep: int = 2) -> None:
         """Opens (or creates) a run's checkpoints, and reads every one of them to its end.
 
         Args:
             folder: where they are.
-            warn: told of each that is damaged, once.
+            warn: is called with a message about each damaged one.
             keep: how many of the last ones; of two, should one be damaged, there is another.
 
         Raises:
@@ -144,7 +144,7 @@ class Checkpoints:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._keep = folder, keep
-        self.found: dict[int, About] = {}
+        self.found: dict[int, CheckpointInfo] = {}
         """Those that are whole, by step."""
         self.damaged: list[Path] = []
         """Those that are not."""
@@ -154,26 +154,26 @@ class Checkpoints:
             if not path.stem.isdigit():
                 continue  # one that was moved aside
             try:
-                about = _read_about(_read_whole(path))
-                if about.step != int(path.stem):
-                    raise ValueError(f"it is that of step {about.step}")
-                self.found[about.step] = about
+                info = _read_info(_read_whole(path))
+                if info.step != int(path.stem):
+                    raise ValueError(f"it is that of step {info.step}")
+                self.found[info.step] = info
             except (ValueError, OSError) as error:
                 self.damaged.append(path)
-                warn(f"checkpoint {path} is passed over: {error}")
+                warn(f"checkpoint {path} is skipped: {error}")
         for path in sorted(folder.glob("*.safetensors.partial")):
-            warn(f"checkpoint {path} is passed over: it was not written to its end")
+            warn(f"checkpoint {path} is skipped: it was not written to its end")
 
     @property
-    def last(self) -> About | None:
+    def last(self) -> CheckpointInfo | None:
         """The last checkpoint."""
         return self.found[max(self.found)] if self.found else None
 
     @property
-    def best(self) -> About | None:
+    def best(self) -> CheckpointInfo | None:
         """The one with the best score, the latest of equals."""
-        scored = [about for about in self.found.values() if about.score is not None]
-        return max(scored, key=lambda about: (about.score, about.step), default=None)
+        scored = [info for info in self.found.values() if info.score is not None]
+        return max(scored, key=lambda info: (info.score, info.step), default=None)
 
     def path(self, step: int) -> Path:
         """Returns the file of a step's checkpoint."""
@@ -188,23 +188,23 @@ class Checkpoints:
         """
         return _read_whole(self.path(step))
 
-    def save(self, state: TrainState, about: About) -> None:
+    def save(self, state: TrainState, info: CheckpointInfo) -> None:
         """Starts to write a checkpoint, unless its step has one; training may go on at once.
 
         Args:
             state: replicated; the copy on this process's first device is written. It is copied there first, since
                 the next step overwrites it.
-            about: the checkpoint.
+            info: the checkpoint.
 
         Raises:
             OSError: the checkpoint before this one could not be written.
         """
         self.wait()
-        if about.step in self.found:
+        if info.step in self.found:
             return
         leaves, structure = jax.tree.flatten(state)
         copied = _copy([leaf.addressable_data(0) for leaf in leaves])
-        self._writing = self._writer.submit(self._commit, jax.tree.unflatten(structure, copied), about)
+        self._writing = self._writer.submit(self._commit, jax.tree.unflatten(structure, copied), info)
 
     def wait(self) -> None:
         """Returns when nothing is being written; raises the OSError of what was."""
@@ -221,16 +221,16 @@ class Checkpoints:
         """Waits until nothing is being written any more, whatever becomes of it; nothing can be saved afterwards."""
         self._writer.shutdown()
 
-    def _commit(self, state: TrainState, about: About) -> None:
-        data, path = encode(state, about), self.path(about.step)
+    def _commit(self, state: TrainState, info: CheckpointInfo) -> None:
+        data, path = encode(state, info), self.path(info.step)
         for left in (path, partial_path(path)):  # damaged, or it would have been found
             if left.exists():
-                self._move_aside(left, about.step)
+                self._move_aside(left, info.step)
         for file, content in ((_digest_path(path), _digest_line(data, path)), (path, data)):  # the digest first
             with atomic_write(file, durable=True) as partial:
                 partial.write_bytes(content)
         sync(self.folder)
-        self.found[about.step] = about
+        self.found[info.step] = info
         best = self.best
         kept = {*sorted(self.found)[-self._keep :], *([best.step] if best else [])}
         for step in [step for step in self.found if step not in kept]:

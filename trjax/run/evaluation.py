@@ -1,4 +1,4 @@
-"""Every example of a source scored once; and `--eval-only`, for the model of a run that has been."""
+"""Every example of a source scored once; and `--eval-only`, for the model of an earlier run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ import numpy as np
 from trjax.config.run import Config
 from trjax.data.batches import eval_batches
 from trjax.data.sources import Source, load
-from trjax.run.trained import read_state
+from trjax.run.saved_model import read_state
 from trjax.run.workdir import check_same_run
 from trjax.step.compile import compile_evaluation
 from trjax.step.evaluation import init_totals
@@ -25,7 +25,7 @@ def evaluate_source(
     global_batch: int,
     params: Any,
     batch_stats: Any,
-    goes_on: Callable[[], bool] = lambda: True,
+    keep_going: Callable[[], bool] = lambda: True,
 ) -> np.ndarray | None:
     """Returns the scores of all examples of a source, summed, float64, shape (4,).
 
@@ -35,18 +35,18 @@ def evaluate_source(
         global_batch: examples of a batch; the last one is padded.
         params: on the devices.
         batch_stats: likewise.
-        goes_on: asked after every batch; after a no there are no scores.
+        keep_going: is asked after every batch; if it answers False, there are no scores.
     """
     totals = init_totals(program.mesh)
     for batch in eval_batches(source, global_batch, program.eval_rows):
         totals = program.accumulate(totals, params, batch_stats, program.place(batch))
-        if not goes_on():
+        if not keep_going():
             return None
     return np.asarray(program.reduce_totals(totals), np.float64)
 
 
 def evaluate_run(config: Config) -> list[str]:
-    """Evaluates a run's model, and its running means if it keeps them, on the devices named; changes nothing there.
+    """Evaluates a run's model, and its running means if it keeps them; changes nothing in its folder.
 
     Returns:
         A line for each.

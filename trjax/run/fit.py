@@ -15,18 +15,17 @@ from trjax.config.run import Config
 from trjax.data.sources import resolve
 from trjax.memory import device_bytes
 from trjax.models.chain import Chain
+from trjax.run.context import RunContext, RunSetup
 from trjax.run.display import Display, open_display
 from trjax.run.loop import run_loop
-from trjax.run.processes import Processes, announce_failure, exchange, join_processes, process_index
+from trjax.run.processes import Processes, exchange, join_processes, process_index, report_failure
 from trjax.run.profile import Profiler
-from trjax.run.progress import Run
 from trjax.run.records import open_board
+from trjax.run.setup import set_up_run
 from trjax.run.signals import catch_interrupts
-from trjax.run.start import Start, start_run
 from trjax.run.watchdog import watch
 from trjax.step.compile import compile_program, needed_bytes
 from trjax.step.limits import SMALLER
-from trjax.step.optim import make_learning_rates
 from trjax.step.options import probe_options
 
 
@@ -56,8 +55,8 @@ class RunSummary:
 
 
 @contextmanager
-def _tell_memory(mesh: Mesh, needed: Sequence[int]) -> Iterator[None]:
-    """Says what to do where a device runs out of memory, and how many bytes the step needs once that is known."""
+def _report_memory(mesh: Mesh, needed: Sequence[int]) -> Iterator[None]:
+    """Says what to do if a device runs out of memory, and how many bytes the step needs once that is known."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -68,47 +67,35 @@ def _tell_memory(mesh: Mesh, needed: Sequence[int]) -> Iterator[None]:
         raise OutOfDeviceMemoryError(f"out of memory: {what}{there}; {SMALLER}") from error
 
 
-def _fit(
-    config: Config, start: Start, display: Display, interrupted: Callable[[], bool], started: float
-) -> tuple[int, bool]:
-    """Compiles and trains, and returns the step at which the run is then, and whether that has been evaluated."""
-    program = start.program
+def _fit(setup: RunSetup, display: Display, interrupted: Callable[[], bool], started: float) -> tuple[int, bool]:
+    """Compiles and trains; returns the number of steps done, and whether the last epoch's evaluation has been done."""
+    config, program, needed = setup.config, setup.program, list[int]()
     if dropped := probe_options(program.mesh, config.deterministic).dropped:
         display.say(f"compile options that this jax does not know, left out: {', '.join(dropped)}")
     display.say("compiling ...")
-    rates = make_learning_rates(config.optim, config.epochs, program.steps_per_epoch, config.global_batch)
-    process, alone = process_index(), jax.process_count() == 1
-    board = start.workdir / "tensorboard" if config.tensorboard and start.checkpoints else None
-    needed = list[int]()
+    board = setup.workdir / "tensorboard" if config.tensorboard and setup.checkpoints else None
+    log = setup.workdir / f"watchdog{process_index()}.log"
     with ExitStack() as leaving:
         maker = ThreadPoolExecutor(1, "compile")
         leaving.callback(maker.shutdown, cancel_futures=True)
-        sizes = config.data.sizes_from(start.step // program.steps_per_epoch)
-        leaving.enter_context(_tell_memory(program.mesh, needed))
+        sizes = config.data.sizes_from(setup.step // program.steps_per_epoch)
+        leaving.enter_context(_report_memory(program.mesh, needed))
         compiled = compile_program(program, sizes, maker, config.steps_per_dispatch)
         needed.append(needed_bytes(compiled.train_step))
         exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
-        log = start.workdir / f"watchdog{process}.log"
-        profiled = config.profiled if start.checkpoints else (0, 0)
-        profiler = Profiler(profiled, start.workdir / "profile", display.say)
+        profiled = config.profiled if setup.checkpoints else (0, 0)
+        profiler = Profiler(profiled, setup.workdir / "profile", display.say)
         leaving.callback(profiler.close)
-        run = Run(
-            config=config,
-            workdir=start.workdir,
-            program=compiled,
-            train_source=start.train_source,
-            test_source=start.test_source,
-            learning_rates=rates,
-            checkpoints=start.checkpoints,
+        run = RunContext(
+            **vars(replace(setup, program=compiled)),
             display=display,
-            board=leaving.enter_context(open_board(board, start.step)),
+            board=leaving.enter_context(open_board(board, setup.step)),
             started=started,
             interrupted=interrupted,
-            alone=alone,
-            fed=leaving.enter_context(watch(config.watchdog_seconds, process, log)),
+            report_step=leaving.enter_context(watch(config.watchdog_seconds, process_index(), log)),
             profiler=profiler,
         )
-        return run_loop(run, start.state, start.step, start.evaluated)
+        return run_loop(run)
 
 
 def fit(
@@ -117,7 +104,7 @@ def fit(
     optimizer: optax.GradientTransformation | None = None,
     processes: Processes = Processes(),  # noqa: B008
 ) -> RunSummary:
-    """Trains a run, or goes on with the one in `config.workdir`, to its end or an interrupt.
+    """Trains a run, or resumes the one in `config.workdir`, to its end or an interrupt.
 
     Args:
         config: the run.
@@ -137,39 +124,39 @@ def fit(
     try:
         with (
             catch_interrupts() as interrupted,
-            start_run(config, chain, optimizer, warnings.append) as start,
-            open_display(config.epochs, start.program.steps_per_epoch, start.step, process_index() > 0) as display,
+            set_up_run(config, chain, optimizer, warnings.append) as setup,
+            open_display(config.epochs, setup.program.steps_per_epoch, setup.step, process_index() > 0) as display,
         ):
             ready = True
-            mesh, end_step = start.program.mesh, start.program.num_steps
+            mesh, end_step = setup.program.mesh, setup.program.num_steps
             devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' if mesh.size > 1 else ''}"
-            examples = f"{len(start.train_source)} training and {len(start.test_source)} test examples"
-            display.say(f"{config.data.source}: {examples}, {devices}, {start.workdir}")
+            examples = f"{len(setup.train_source)} training and {len(setup.test_source)} test examples"
+            display.say(f"{config.data.source}: {examples}, {devices}, {setup.workdir}")
             for warning in warnings:
                 display.say(f"warning: {warning}")
-            if start.step:
-                display.say(f"resumed at step {start.step} of {end_step}")
-            step, evaluated = start.step, start.evaluated
+            if setup.step:
+                display.say(f"resumed at step {setup.step} of {end_step}")
+            step, evaluated = setup.step, setup.evaluated
             if step < end_step or not evaluated:
-                step, evaluated = _fit(config, start, display, interrupted, started)
-            last = start.checkpoints.last if start.checkpoints else None
-            best = start.checkpoints.best if start.checkpoints else None
+                step, evaluated = _fit(setup, display, interrupted, started)
+            last = setup.checkpoints.last if setup.checkpoints else None
+            best = setup.checkpoints.best if setup.checkpoints else None
     except (ValueError, OSError) as error:
         if not ready:
-            announce_failure(str(error))
+            report_failure(str(error))
         raise
     return RunSummary(
         step == end_step and evaluated,
         step,
         last.test_top1 if last else None,
         (best.step, best.test_top1) if best and best.test_top1 is not None else None,
-        start.workdir,
+        setup.workdir,
         time.perf_counter() - started,
     )
 
 
 def format_summary(summary: RunSummary) -> str:
-    """Returns what to tell the user at the end."""
+    """Returns the lines that report how a run ended."""
     lines = [f"{'finished' if summary.finished else 'stopped'} at step {summary.step} after {summary.seconds:.0f} s"]
     if summary.last_top1 is not None:
         lines.append(f"last test top-1 {summary.last_top1:.2%}")

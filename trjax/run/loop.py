@@ -3,20 +3,25 @@
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 
 import jax
+import numpy as np
+from jax.profiler import TraceAnnotation
 
 from trjax.data.batches import Batch, epoch_order
+from trjax.data.sources import Source
 from trjax.files import atomic_write
-from trjax.run.checkpoints import About
+from trjax.run.checkpoints import CheckpointInfo
+from trjax.run.context import RunContext
 from trjax.run.evaluation import evaluate_source
 from trjax.run.processes import exchange
-from trjax.run.profile import annotate_input
-from trjax.run.progress import Progress, Run
+from trjax.run.profile import INPUT
 from trjax.run.records import Meter, Split
+from trjax.step.plan import NUM_RESULTS, NUM_SCORES
 from trjax.step.state import TrainState, models_of
 
 BAD_STEP = "bad_step.json"
@@ -27,19 +32,92 @@ class BadNumbersError(Exception):
     """Too many steps in a row whose gradients are not finite."""
 
 
+@dataclass
+class Progress:
+    """How far a run is, by the results that were read: those of a step are read while the next one runs.
+
+    Attributes:
+        run: the run.
+        skipped: steps of the whole run that were skipped, because a gradient was not finite.
+        step: the last one whose results were read.
+        learning_rate: of that step.
+        bad_in_row: steps skipped since the last good one.
+        stopping: all processes have agreed to stop.
+        gave_up: the first and the last of too many bad steps in a row.
+        unread: the first of some steps, and their results on the devices, shape (steps, 6).
+        meter: of the steps that are in no record yet.
+        reported: the number of unreadable examples of each source that were reported.
+    """
+
+    run: RunContext
+    skipped: int
+    step: int = 0
+    learning_rate: float = 0.0
+    bad_in_row: int = 0
+    stopping: bool = False
+    gave_up: tuple[int, int] | None = None
+    unread: tuple[int, jax.Array] | None = None
+    meter: Meter = field(default_factory=Meter)
+    reported: Counter[int] = field(default_factory=Counter)
+
+    def read(self) -> None:
+        """Waits for the results that are not read yet, if there are any, and takes them in."""
+        if self.unread is None:
+            return
+        (first, outcomes), self.unread = self.unread, None
+        for step, values in enumerate(np.asarray(outcomes, np.float64).reshape(-1, NUM_RESULTS + 1), start=first):
+            self._take(step, values)
+        if self.step // self.run.config.log_every > (first - 1) // self.run.config.log_every:
+            self.write()  # once for all steps of a call: their time is one
+
+    def _take(self, step: int, values: np.ndarray) -> None:
+        """Takes in the results of one step."""
+        self.step, run = step, self.run
+        scores, bad = values[:NUM_SCORES], bool(values[-1])
+        self.stopping |= bool(values[NUM_SCORES])
+        self.learning_rate = float(run.learning_rates[self.step - 1 - self.skipped])
+        self.skipped += bad
+        self.bad_in_row = self.bad_in_row + 1 if bad else 0
+        self.meter.add(scores, bad)
+        run.report_step(self.step)
+        epoch = (self.step - 1) // run.program.steps_per_epoch + 1
+        run.display.advance(self.step, epoch, scores, self.meter.images_per_second)
+        if self.bad_in_row == run.config.max_bad_steps > 0:
+            self.gave_up, self.stopping = (self.step + 1 - self.bad_in_row, self.step), True
+
+    def may_give_up_within(self, count: int) -> bool:
+        """Returns whether one of `count` more steps may follow the one that is one bad step too many."""
+        unread = 0 if self.unread is None else self.unread[1].size // (NUM_RESULTS + 1)
+        return self.bad_in_row + unread + count - 1 >= self.run.config.max_bad_steps > 0
+
+    def report_problems(self, source: Source) -> None:
+        """Warns of the examples that could not be read, of each once."""
+        if len(source.problems) == self.reported[id(source)]:
+            return
+        for name, reason in list(source.problems.items())[self.reported[id(source)] :]:
+            self.reported[id(source)] += 1
+            self.run.display.warn(f"warning: {name} is left out, {self.reported.total()} so far: {reason}")
+
+    def write(self) -> None:
+        """Writes the record of what was read since the last one, if anything was."""
+        self.read()
+        if self.meter.steps:
+            self.run.record("train", self.meter, self.step, self.learning_rate)
+
+
 def _save(
-    run: Run, state: TrainState, step: int, scores: tuple[float | None, float | None] = (None, None)
+    run: RunContext, state: TrainState, step: int, scores: tuple[float | None, float | None] = (None, None)
 ) -> TrainState:
-    """Starts to save, and returns the whole state; what is sharded is gathered before, by all processes."""
+    """Starts to save, and returns the whole state; all processes gather its shards first."""
     whole = run.program.layouts.unload(state)
     if run.checkpoints is not None:
         epoch, batch = divmod(step, run.program.steps_per_epoch)
-        run.checkpoints.save(whole, About(step, {"epoch": epoch, "batch": batch}, asdict(run.config), *scores))
+        run.checkpoints.save(whole, CheckpointInfo(step, {"epoch": epoch, "batch": batch}, asdict(run.config), *scores))
     return whole
 
 
 def _in_calls(
-    run: Run, progress: Progress, batches: Iterator[Batch], start_step: int, end_step: int
+    run: RunContext, progress: Progress, batches: Iterator[Batch], start_step: int, end_step: int
 ) -> Iterator[tuple[int, Batch]]:
     """Yields the batches of each call, on the devices, and their number: as many as may go into one, or a single one.
 
@@ -58,23 +136,23 @@ def _in_calls(
                 count = 1
         progress.meter.leave_out(run.profiler.begin(step, count, progress.unread))
         began = time.perf_counter()
-        with annotate_input():
+        with TraceAnnotation(INPUT):
             placed = run.program.place_train(*islice(batches, count))
         progress.meter.input_seconds += time.perf_counter() - began
-        progress.tell_problems(run.train_source)
+        progress.report_problems(run.train_source)
         yield count, placed
         step += count
 
 
 def _train(
-    run: Run, state: TrainState, progress: Progress, batches: Iterator[Batch], start_step: int, end_step: int
+    run: RunContext, state: TrainState, progress: Progress, batches: Iterator[Batch], start_step: int, end_step: int
 ) -> tuple[TrainState, int]:
     """Trains up to `end_step` or a stop; results are read one step late, so that the devices never wait.
 
-    Every process reads the same results, and so all stop behind the same step.
+    Every process reads the same results, and so all stop after the same step.
 
     Returns:
-        The state, and the step that it is behind.
+        The state, and the number of steps done.
     """
     config, program, step = run.config, run.program, start_step
     size = config.data.size_at(start_step // program.steps_per_epoch)
@@ -92,7 +170,7 @@ def _train(
         if progress.stopping or (run.alone and asked):
             break
         if config.save_every and step % config.save_every == 0 and step < end_step:
-            progress.write()  # records are never behind a checkpoint
+            progress.write()  # a checkpoint has all records of its steps
             _save(run, state, step)
         if run.checkpoints is not None:
             run.checkpoints.check()
@@ -101,7 +179,7 @@ def _train(
     return state, step
 
 
-def _evaluate(run: Run, state: TrainState, progress: Progress, step: int) -> tuple[float, float] | None:
+def _evaluate(run: RunContext, state: TrainState, progress: Progress, step: int) -> tuple[float, float] | None:
     """Evaluates every test example once, also with the running means, if any; writes the records.
 
     Returns:
@@ -109,18 +187,18 @@ def _evaluate(run: Run, state: TrainState, progress: Progress, step: int) -> tup
     """
     meters = dict[Split, Meter]()
 
-    def goes_on() -> bool:
-        run.fed(step)
+    def keep_going() -> bool:
+        run.report_step(step)
         return not (run.alone and run.interrupted())
 
     for split, model in models_of(state).items():
         meters[split] = Meter()
-        scores = evaluate_source(run.program, run.test_source, run.config.global_batch, *model, goes_on)
+        scores = evaluate_source(run.program, run.test_source, run.config.global_batch, *model, keep_going)
         if scores is None:
             return None
         meters[split].add(scores)
         meters[split].stop()
-    progress.tell_problems(run.test_source)
+    progress.report_problems(run.test_source)
     records = {split: run.record(split, meter, step, progress.learning_rate) for split, meter in meters.items()}
     kind, name = run.config.best_by.split("/")
     value = next(float(getattr(record, name)) for split, record in records.items() if split == kind)
@@ -128,7 +206,7 @@ def _evaluate(run: Run, state: TrainState, progress: Progress, step: int) -> tup
     return records["test"].top1, score if math.isfinite(score) else -math.inf
 
 
-def _write_bad_step(run: Run, step: int, first: int) -> None:
+def _write_bad_step(run: RunContext, step: int, first: int) -> None:
     """Writes down the first of the bad batches, with which `--replay-step` does that step again."""
     epoch, position = divmod(first - 1, run.program.steps_per_epoch)
     batch, path = run.config.global_batch, run.workdir / BAD_STEP
@@ -138,27 +216,22 @@ def _write_bad_step(run: Run, step: int, first: int) -> None:
         partial.write_text(json.dumps(found | {"checkpoint": step}) + "\n", encoding="utf-8")
 
 
-def run_loop(run: Run, state: TrainState, step: int, evaluated: bool) -> tuple[int, bool]:
+def run_loop(run: RunContext) -> tuple[int, bool]:
     """Trains, evaluates and saves after each epoch and every `save_every` steps, until the end or a stop.
 
-    Args:
-        run: the run.
-        state: to go on from.
-        step: that it is behind.
-        evaluated: that is done, if the step is the last one of an epoch; a stop comes before it, so as not to wait.
+    If an evaluation is due, it comes first. A stop comes before an evaluation, which takes long.
 
     Returns:
-        The step, and whether the evaluation has been done, at which the run is then.
+        The number of steps done, and whether the evaluation of the last epoch has been done, too.
 
     Raises:
         BadNumbersError: too many steps in a row were bad.
         OSError: a checkpoint could not be written.
     """
-    whole = state
-    end_step, per_epoch = len(run.learning_rates), run.program.steps_per_epoch
-    skipped = int(state.skipped)
+    whole = state = run.state
+    step, evaluated, per_epoch = run.step, run.evaluated, run.program.steps_per_epoch
+    end_step, skipped = len(run.learning_rates), int(state.skipped)
     progress = Progress(run, skipped, learning_rate=float(run.learning_rates[max(step - 1 - skipped, 0)]))
-
     batches = run.batches(step, end_step)  # of all epochs: what is read ahead goes on during an evaluation
 
     def stopped() -> bool:

@@ -1,4 +1,4 @@
-"""The processes of one run: how they find each other, what they compare before they train, how they end together."""
+"""The processes of one run: how they find each other, compare facts before they train, and end together."""
 
 import hashlib
 import json
@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_HEARTBEAT_SECONDS = 30  # a process that is silent for longer is taken for dead, and all others end
-_POLL_MS, _PATIENCE_SECONDS = 500, 900
-_FAREWELL_MS = 10_000
+_HEARTBEAT_SECONDS = 30  # a process that sends nothing for longer counts as dead, and all others end
+_POLL_MS, _TIMEOUT_SECONDS = 500, 900
+_EXIT_MS = 10_000
 _MPI_SIZE, _MPI_RANK = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
 _CLUSTERS = {"SLURM_STEP_NODELIST": "SLURM_STEP_NUM_TASKS", "OMPI_MCA_orte_hnp_uri": _MPI_SIZE}
 """What is set where a launcher that JAX knows has started this process, and what holds the number of processes."""
@@ -32,11 +32,11 @@ class Processes:
     """How this process finds the others of its run; by itself under SLURM, Open MPI and Kubernetes."""
 
     coordinator: str = ""
-    """HOST:PORT of process 0, as all can reach it; with it go the other two."""
+    """HOST:PORT at which all processes reach process 0; needs the other two options."""
     num_processes: int = 0
-    """Processes of the run."""
+    """Number of processes of the run."""
     process_id: int = -1
-    """This one's place among them, from 0."""
+    """Index of this process, from 0."""
 
 
 def _check(given: Processes) -> None:
@@ -60,7 +60,7 @@ def join_processes(given: Processes) -> None:
     """Finds the other processes of the run, if there are any; before JAX's first use.
 
     Raises:
-        ValueError: the options do not fit together, or the others are not to be found.
+        ValueError: the options do not fit together, or the others cannot be found.
     """
     by_hand = given != Processes()
     if by_hand:
@@ -72,17 +72,12 @@ def join_processes(given: Processes) -> None:
                 f'--coordinator HOST:PORT --num-processes "${_MPI_SIZE}" --process-id "${_MPI_RANK}"'
             )
         return
-    options: dict[str, Any] = {}
-    if by_hand:
-        options = {
-            "coordinator_address": given.coordinator,
-            "num_processes": given.num_processes,
-            "process_id": given.process_id,
-            "cluster_detection_method": "deactivate",
-        }
     try:
         jax.distributed.initialize(
-            **options,
+            coordinator_address=given.coordinator or None,
+            num_processes=given.num_processes or None,
+            process_id=given.process_id if by_hand else None,
+            cluster_detection_method="deactivate" if by_hand else None,
             initialization_timeout=300,
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=_HEARTBEAT_SECONDS,
@@ -90,49 +85,43 @@ def join_processes(given: Processes) -> None:
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         where = f"coordinator={given.coordinator}" if by_hand else "started by a launcher"
-        raise ValueError(f"{where}: the other processes are not to be found ({reason})") from error
+        raise ValueError(f"{where}: the other processes cannot be found ({reason})") from error
 
 
-def _client() -> Any:
-    """Returns what reads and writes the few words that processes exchange; None where there is one process.
+def _connection() -> Any:
+    """Returns JAX's connection to the other processes; its `client` is None if there is one process.
 
-    JAX has no public name for it; every library that needs it goes this way.
+    JAX has no public name for it; every library that needs it imports this one.
     """
     from jax._src import distributed
 
-    return distributed.global_state.client
+    return distributed.global_state
 
 
 def process_index() -> int:
     """Returns this process's place among those of the run; does not start a platform."""
-    from jax._src import distributed
-
-    return distributed.global_state.process_id
-
-
-def _count() -> int:
-    from jax._src import distributed
-
-    return distributed.global_state.num_processes or 1
+    return _connection().process_id
 
 
 def exchange(topic: str, text: str) -> list[str]:
-    """Returns what every process says on a topic, in the order of the processes; all of them must ask for it.
+    """Returns the texts of all processes on a topic, by process; all of them must call it.
 
     Raises:
         ValueError: another process has failed; says which, and why.
-        TimeoutError: one says nothing for a quarter of an hour; says which.
+        TimeoutError: one does not respond for a quarter of an hour; says which.
     """
-    client = _client()
+    connection = _connection()
+    client, index = connection.client, connection.process_id
     if client is None:
         return [text]
-    folder = f"trjax/said/{next(_exchanges)}-{topic}"
-    if process_index():
-        client.key_value_set(f"{folder}/{process_index()}", text)
-        return json.loads(_hear(client, f"{folder}/all", 0))
-    said = [text, *(_hear(client, f"{folder}/{process}", process) for process in range(1, _count()))]
-    client.key_value_set(f"{folder}/all", json.dumps(said))  # so that not everyone asks everyone
-    return said
+    folder = f"trjax/exchange/{next(_exchanges)}-{topic}"
+    if index:
+        client.key_value_set(f"{folder}/{index}", text)
+        return json.loads(_wait_for_key(client, f"{folder}/all", 0))
+    others = range(1, connection.num_processes)
+    texts = [text, *(_wait_for_key(client, f"{folder}/{process}", process) for process in others)]
+    client.key_value_set(f"{folder}/all", json.dumps(texts))  # so that not everyone asks everyone
+    return texts
 
 
 def find_hosts() -> list[str]:
@@ -140,38 +129,38 @@ def find_hosts() -> list[str]:
     return exchange("host", socket.gethostname())
 
 
-def _hear(client: Any, key: str, speaker: int) -> str:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+def _wait_for_key(client: Any, key: str, process: int) -> str:
+    """Returns the value that a process sets."""
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         for name, message in client.key_value_dir_get("trjax/failed/"):
             raise ValueError(f"process {name.rpartition('/')[2]} has failed: {message}")
         with suppress(jax.errors.JaxRuntimeError):  # not there yet
             return client.blocking_key_value_get(key, _POLL_MS)
-    raise TimeoutError(f"process {speaker} has said nothing for {_PATIENCE_SECONDS} s: it hangs")
+    raise TimeoutError(f"process {process} has not responded for {_TIMEOUT_SECONDS} s")
 
 
-def announce_failure(message: str) -> None:
-    """Tells the other processes why this one ends before training, and waits until they know, for some seconds."""
-    client = _client()
-    if client is None:
+def report_failure(message: str) -> None:
+    """Reports to the other processes why this one ends before training, and waits some seconds until they know."""
+    if (client := _connection().client) is None:
         return
     with suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"trjax/failed/{process_index()}", message)
     with suppress(jax.errors.JaxRuntimeError):
-        client.wait_at_barrier("trjax/farewell", _FAREWELL_MS)
+        client.wait_at_barrier("trjax/exit", _EXIT_MS)
 
 
-def find_differing(said: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns where what the processes say, by name, is not what process 0 says.
+def find_differing(facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the facts, by name, in which processes differ from process 0.
 
     >>> find_differing([{"seed": 1}, {"seed": 2}])
     ['seed is 2 on process 1 and 1 on process 0']
     """
     return [
-        f"{name} is {own.get(name)!r} on process {process} and {said[0].get(name)!r} on process 0"
-        for process, own in enumerate(said)
-        for name in sorted(own.keys() | said[0].keys())
-        if own.get(name) != said[0].get(name)
+        f"{name} is {own.get(name)!r} on process {process} and {facts[0].get(name)!r} on process 0"
+        for process, own in enumerate(facts)
+        for name in sorted(own.keys() | facts[0].keys())
+        if own.get(name) != facts[0].get(name)
     ]
 
 
@@ -181,13 +170,13 @@ def require_same(topic: str, facts: Mapping[str, Any]) -> None:
     Raises:
         ValueError: they differ; says on which process, and from what. All processes raise the same.
     """
-    said = exchange(topic, json.dumps(facts, default=str))
-    if differing := find_differing([json.loads(text) for text in said]):
+    texts = exchange(topic, json.dumps(facts, default=str))
+    if differing := find_differing([json.loads(text) for text in texts]):
         raise ValueError(f"the processes of a run must agree: {'; '.join(differing)}")
 
 
 def digest_code() -> str:
-    """Returns what tells one version of this package's code from another."""
+    """Returns a digest of this package's code."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*")):
         if path.suffix in (".py", ".npz"):
@@ -202,7 +191,7 @@ def broadcast(data: bytes) -> bytes:
         ValueError: what arrived is not what was sent.
     """
     size, digest = exchange("broadcast", f"{len(data)} {hashlib.sha256(data).hexdigest()}")[0].split()
-    if _count() == 1:
+    if _connection().client is None:
         return data
     padded = np.zeros(-(-int(size) // 4), np.uint32)  # its sum with zeros keeps every bit
     if process_index() == 0:
@@ -216,7 +205,7 @@ def broadcast(data: bytes) -> bytes:
 
 def leave(code: int) -> None:
     """Ends this process at once if it failed and there are others: they may be dead, and an orderly end would wait."""
-    if code and _client() is not None:
+    if code and _connection().client is not None:
         if process_index() == 0:
             time.sleep(1)  # it holds what the others still read
         sys.stdout.flush()

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
+from jax.profiler import ProfileData, ProfileOptions
 
 from trjax.text import format_table
 from trjax.xla.hlo import parse_module
 from trjax.xla.operations import Operation, list_operations
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 """Start and end."""
 INPUT = "trjax: input"
 """Name of what the host does to bring a batch to the devices."""
@@ -49,7 +49,7 @@ class Event:
     in_graph: bool = False
 
     @property
-    def span(self) -> Span:
+    def interval(self) -> Interval:
         """When it was."""
         return self.start, self.end
 
@@ -66,7 +66,7 @@ class Trace:
 
     events: tuple[Event, ...]
     calls: Counter[str]
-    inputs: tuple[Span, ...]
+    inputs: tuple[Interval, ...]
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ class Parts:
         return self.computing + self.exposed + self.waiting + self.idle
 
 
-def merge(spans: Iterable[Span]) -> list[Span]:
-    """Returns the union of spans as disjoint ones, in order.
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns the union of intervals as disjoint ones, in order.
 
     >>> merge([(4, 6), (0, 2), (1, 3)])
     [(0, 3), (4, 6)]
     """
-    merged: list[Span] = []
-    for start, end in sorted(spans):
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
@@ -125,14 +125,14 @@ def merge(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def length(spans: Iterable[Span]) -> float:
-    """Returns the length of the union of spans."""
-    return sum(end - start for start, end in merge(spans))
+def length(intervals: Iterable[Interval]) -> float:
+    """Returns the length of the union of intervals."""
+    return sum(end - start for start, end in merge(intervals))
 
 
-def find_gaps(spans: Iterable[Span]) -> list[Span]:
-    """Returns what lies between the first and the last span and in none."""
-    return [(before[1], after[0]) for before, after in pairwise(merge(spans))]
+def find_gaps(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns what lies between the first and the last interval and in none."""
+    return [(before[1], after[0]) for before, after in pairwise(merge(intervals))]
 
 
 def read_trace(data: ProfileData, groups: Mapping[str, str]) -> Trace:
@@ -151,14 +151,16 @@ def read_trace(data: ProfileData, groups: Mapping[str, str]) -> Trace:
         for line in plane.lines:
             for event in line.events:
                 stats = {name: value for name, value in event.stats if name}
-                instruction, span = str(stats.get("hlo_op", "")), (event.start_ns, event.start_ns + event.duration_ns)
+                interval = event.start_ns, event.start_ns + event.duration_ns
+                instruction = str(stats.get("hlo_op", ""))
                 group = groups.get(instruction, UNNAMED if _COLLECTIVE.search(event.name) else "")
                 if gpu and line.name.startswith("Stream #"):
-                    on_gpu.append(Event(int(gpu[1]), *span, instruction or event.name, group, "cuda_graph_id" in stats))
+                    name, in_graph = instruction or event.name, "cuda_graph_id" in stats
+                    on_gpu.append(Event(int(gpu[1]), *interval, name, group, in_graph))
                 elif instruction and "device_ordinal" in stats:
-                    on_cpu.append(Event(int(stats["device_ordinal"]), *span, instruction, group))
+                    on_cpu.append(Event(int(stats["device_ordinal"]), *interval, instruction, group))
                 elif event.name == INPUT:
-                    inputs.append(span)
+                    inputs.append(interval)
                 elif event.name.startswith(GRAPH_CALLS):
                     calls[event.name.partition(" (")[0]] += 1
     return Trace(tuple(on_gpu or on_cpu), calls, tuple(inputs))
@@ -177,10 +179,10 @@ def divide(trace: Trace, num_steps: int) -> Parts:
     computing = communication = busy = late = 0.0
     for device in devices:
         own = [event for event in trace.events if event.device == device]
-        computing += length(event.span for event in own if not event.group)
-        communication += length(event.span for event in own if event.group)
-        busy += length(event.span for event in own)
-        gaps = find_gaps([(start, start), *(event.span for event in own), (end, end)])
+        computing += length(event.interval for event in own if not event.group)
+        communication += length(event.interval for event in own if event.group)
+        busy += length(event.interval for event in own)
+        gaps = find_gaps([(start, start), *(event.interval for event in own), (end, end)])
         late += length(gaps) + length(trace.inputs) - length([*gaps, *trace.inputs])
     turns = len(devices) * num_steps
     counts, times = Counter[str](), defaultdict[str, float](float)
@@ -213,11 +215,6 @@ def format_parts(parts: Parts, sources: Mapping[str, str]) -> str:
         kernels.append([kernel.name[:40], *numbers, sources.get(kernel.name, "")[-60:]])
     hidden = f"communication: {parts.communication:.3f} ms, {parts.communication - parts.exposed:.3f} of it hidden"
     return f"{table}\n{hidden}\n\n{format_table(['kernel', 'runs', 'ms', '%', 'comes from'], kernels)}"
-
-
-def annotate_input() -> TraceAnnotation:
-    """Returns a context that tells a profile that the host is at work on a batch."""
-    return TraceAnnotation(INPUT)
 
 
 class Profiler:

@@ -1,7 +1,8 @@
-"""The end of a run that hangs: no process waits for ever for one that is stuck."""
+"""A watchdog: a process that finishes no step for too long ends, so that no other process waits for it forever."""
 
 import faulthandler
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,11 +11,11 @@ from pathlib import Path
 # faulthandler.dump_traceback_later(exit=True) names neither process nor step, and exits with 1 as any error does.
 HUNG = 4
 """Exit code of a run that its watchdog ended."""
-_BARK_SECONDS = 10  # for the message: the log may lie on what hangs
+_WRITE_SECONDS = 10  # for the message: the log may lie on the file system that hangs
 
 
-def _bark(text: str, log: Path) -> None:
-    """Writes the text and the stack of every thread to stderr and to the log; neither may be there any more."""
+def _write_stacks(text: str, log: Path) -> None:
+    """Writes the text and the stack of every thread to stderr and to the log, if each can be written."""
     with suppress(OSError):
         os.write(2, text.encode())
         faulthandler.dump_traceback(file=2)
@@ -26,43 +27,37 @@ def _bark(text: str, log: Path) -> None:
 
 @contextmanager
 def watch(seconds: float, process: int, log: Path) -> Iterator[Callable[[int], None]]:
-    """Gives a function to be told of every step that is done; the process ends if it hears of none for too long.
+    """Gives a function that reports a finished step; if none is reported for too long, the process ends.
 
     Args:
-        seconds: without a step; 0 waits for ever.
+        seconds: the longest time without a step; 0 waits forever.
         process: this one's index, for the message.
         log: gets the message and the stack of every thread, as stderr does.
     """
-    fed, last = threading.Event(), -1
-    ended = threading.Event()
-
-    def feed(step: int) -> None:
-        nonlocal last
-        last = step
-        fed.set()
-
-    def guard() -> None:
-        while fed.wait(seconds):
-            fed.clear()
-            if ended.is_set():
-                return
-        text = (
-            f"watchdog: process {process} has finished no step for {seconds:g} s, the last was step {last}; "
-            "it ends now. The stack of every thread:\n"
-        )
-        bark = threading.Thread(target=_bark, args=(text, log), daemon=True)
-        bark.start()
-        bark.join(_BARK_SECONDS)
-        os._exit(HUNG)
-
     if not seconds:
-        yield feed
+        yield lambda step: None
         return
-    thread = threading.Thread(target=guard, name="watchdog", daemon=True)
+    steps = queue.SimpleQueue[int | None]()
+
+    def wait_for_steps() -> None:
+        last: int | None = -1
+        try:
+            while (step := steps.get(timeout=seconds)) is not None:
+                last = step
+        except queue.Empty:
+            text = (
+                f"watchdog: process {process} has finished no step for {seconds:g} s, the last was step {last}; "
+                "it ends now. The stack of every thread:\n"
+            )
+            writer = threading.Thread(target=_write_stacks, args=(text, log), daemon=True)
+            writer.start()
+            writer.join(_WRITE_SECONDS)
+            os._exit(HUNG)
+
+    thread = threading.Thread(target=wait_for_steps, name="watchdog", daemon=True)
     thread.start()
     try:
-        yield feed
+        yield steps.put
     finally:
-        ended.set()
-        fed.set()
+        steps.put(None)
         thread.join()

@@ -1,4 +1,4 @@
-"""A trained model out of a run's folder: for predictions, exports and evaluations; nothing there is changed."""
+"""A trained model read from a run's folder, for predictions, exports and evaluations; the folder stays as it is."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ Which = Literal["last", "best"]
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What a run has come to.
+    """The model of a run's checkpoint.
 
     Attributes:
         config: of the run.
@@ -63,13 +63,13 @@ def read_state(
     if not (folder / "checkpoints").is_dir():
         raise ValueError(f"{folder} holds no checkpoint yet")
     checkpoints = Checkpoints(folder / "checkpoints", lambda _: None)
-    about = (checkpoints.best if which == "best" else None) or checkpoints.last
-    if about is None:
+    info = (checkpoints.best if which == "best" else None) or checkpoints.last
+    if info is None:
         raise ValueError(f"{folder} holds no checkpoint that is whole")
     start_platform(platform, devices)
     program = make_program(config, make_mesh(devices))
-    data = checkpoints.read(about.step)
-    return config, program, decode(data, program.layouts.saved_shape, str(checkpoints.path(about.step))), about.step
+    data = checkpoints.read(info.step)
+    return config, program, decode(data, program.layouts.saved_shape, str(checkpoints.path(info.step))), info.step
 
 
 def open_model(folder: Path, which: Which = "best", raw: bool = False) -> SavedModel:
