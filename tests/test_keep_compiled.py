@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import pytest
-from helpers import tiny_config
+from helpers import one_block_chain, tiny_config
 from jax import monitoring
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
@@ -28,12 +28,15 @@ def no_cache_of_its_own() -> Iterator[None]:
 
 
 def train_anew(workdir: str, **changes: Any) -> tuple[Any, list[str]]:
-    """Trains as in a process of its own; returns the summary, and a line for every program that it found."""
+    """Trains as in a process of its own; returns the summary, and a line for every program that it found.
+
+    The chain is a small one that still takes longer to compile than what is too little to be kept.
+    """
     jax.clear_caches()
     cached: list[str] = []
     monitoring.register_event_listener(lambda event, **_: cached.append(event))
     try:
-        summary = fit(tiny_config(epochs=1, workdir=workdir, **changes))
+        summary = fit(tiny_config(epochs=1, workdir=workdir, **changes), one_block_chain())
     finally:
         monitoring.clear_event_listeners()
     return summary, [name for name in cached if name.endswith("/cache_hits")]
