@@ -28,7 +28,7 @@ from report import Common, Row, announce, main, progress, require_positive, save
 from trjax.data.batches import epoch_order
 from trjax.data.folders import Files, _cache_path, _write_cache, find_files, index_folder
 from trjax.data.image_files import ImageFiles, ImageFileSource
-from trjax.data.pack import How, pack_split
+from trjax.data.pack import PackOptions, pack_split
 from trjax.data.shards import open_shards
 
 HEIGHT, WIDTH, QUALITY, SUBSAMPLING = 375, 500, 90, "420"  # as most of ImageNet's files; about 100 kB each
@@ -254,7 +254,7 @@ def run(options: Options) -> None:
         scratch, peer = Path(folder).resolve(), started if said else None
         os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
         files = make_images(scratch / "images", options.images)
-        pack_split(files, scratch / "packed", How(PACKED_SIDE, QUALITY, SHARD_MB, 2))
+        pack_split(files, scratch / "packed", PackOptions(PACKED_SIDE, QUALITY, SHARD_MB, 2))
         packed = open_shards(scratch / "packed")
         sizes = [np.mean([len(kind.read(index).data) for index in range(len(kind))]) / 1e3 for kind in (files, packed)]
         times = time_all(peer, files, packed, options.repeats)

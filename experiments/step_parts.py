@@ -13,8 +13,7 @@ from steps import place_inputs, time_calls
 
 from trjax.config.run import Config, Reducing
 from trjax.data.augment import make_augment
-from trjax.data.batches import Batch
-from trjax.data.mixing import Inputs
+from trjax.data.batches import Batch, Inputs
 from trjax.data.sources import describe
 from trjax.mesh import REPLICATED, SPLIT, placement
 from trjax.models.chain import Chain, apply_chain, segment_keys

@@ -19,8 +19,7 @@ import pytest
 from trjax.config.command_line import parse_options
 from trjax.config.run import Config, DataConfig, ModelConfig, OptimConfig
 from trjax.data import cifar
-from trjax.data.batches import Batch
-from trjax.data.mixing import Inputs
+from trjax.data.batches import Batch, Inputs
 from trjax.mesh import make_mesh
 from trjax.models.batchnorm import BatchNorm
 from trjax.models.chain import Chain, apply_chain, segment_keys

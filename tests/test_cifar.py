@@ -100,7 +100,7 @@ def test_truncated_archive_is_named(cut: int, tmp_path: Path) -> None:
             r"needs --data.root: a folder with cifar-10-batches-py/ or cifar-10-python.tar.gz, .*; get one from https",
         ),
         ("nowhere", r"data.root=nowhere is not a folder"),
-        (".", r"data.root=\. holds no cifar10; expected cifar-10-batches-py/"),
+        (".", r"data.root=\. holds no cifar10; expected a folder with cifar-10-batches-py/"),
         ("a" * 300, r"data.root=a* cannot be used \(File name too long\); expected a folder with cifar-10"),
         ("~no-such-user/x", r"data.root=~no-such-user/x cannot be used \(.*home"),
     ],

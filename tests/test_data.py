@@ -89,7 +89,7 @@ def test_every_epoch_holds_every_example_once(num_examples: int, global_batch: i
             np.testing.assert_array_equal(batch.images[:, 0, 0, 0], batch.labels)
 
 
-def test_starting_in_the_middle_goes_on_where_it_was() -> None:
+def test_starting_in_the_middle_resumes_where_it_was() -> None:
     whole = list(train_batches(numbered(25), 8, 3, 0, 10))
     for start in range(10):
         rest = list(train_batches(numbered(25), 8, 3, start, 10))

@@ -10,6 +10,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.parse import urljoin
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from trjax.data import cifar, download, pack
 from trjax.data.__main__ import main
 from trjax.data.batches import Batch, epoch_order
 from trjax.data.folders import Files
-from trjax.data.shards import LeftOut, open_shards
+from trjax.data.shards import BadImage, open_shards
 from trjax.data.sources import describe, load
 from trjax.step.program import make_prepare
 
@@ -79,7 +80,7 @@ def test_ctrl_c_is_one_line_and_keeps_what_is_finished(
     put_splits()
     convert = pack._convert
 
-    def stopped(files: Files, how: pack.How, index: int) -> bytes | LeftOut:
+    def stopped(files: Files, how: pack.PackOptions, index: int) -> bytes | BadImage:
         if index == 2:
             raise KeyboardInterrupt
         return convert(files, how, index)
@@ -87,7 +88,7 @@ def test_ctrl_c_is_one_line_and_keeps_what_is_finished(
     with monkeypatch.context() as patched:
         patched.setattr(pack, "_convert", stopped)
         assert main(["pack", "src", "dst", "--shard-mb", "1e-6"]) == 130
-    assert capsys.readouterr().err.startswith("stopped; pack and download go on")
+    assert capsys.readouterr().err.startswith("stopped; started again, pack and download resume")
     names = {path.name for path in Path("dst/train").glob("*.array_record*")}
     assert names == {f"shard-0000{at}-of-00003.array_record{end}" for at in (0, 1) for end in ("", ".json")}
     assert run(capsys, "pack", "src", "dst", "--shard-mb", "1e-6")[0] == 0
@@ -261,8 +262,8 @@ def serving(site: Site) -> Iterator[Site]:
 @pytest.fixture(autouse=True)
 def _small_archive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The archive is small, and published nowhere."""
-    archive = download.Archive(FILE.name, hashlib.md5(CONTENT).hexdigest(), ())
-    monkeypatch.setattr(download, "ARCHIVES", {"cifar10": archive})
+    monkeypatch.setattr(download, "ARCHIVES", {"cifar10": (FILE.name, hashlib.md5(CONTENT).hexdigest())})
+    monkeypatch.setattr(download, "HOME", "http://127.0.0.1:9/page.html")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -271,10 +272,10 @@ REAL = dict(download.ARCHIVES)
 
 
 def test_the_archives_are_those_that_are_read() -> None:
-    for name, archive in REAL.items():
-        assert archive.file == cifar._LAYOUTS[name][0].archive
-        assert archive.urls == (f"https://www.cs.toronto.edu/~kriz/{archive.file}",)
-    assert {archive.md5 for archive in REAL.values()} == {
+    for name, (file, _) in REAL.items():
+        assert file == cifar._LAYOUTS[name][0].archive
+        assert urljoin(cifar.HOME, file) == f"https://www.cs.toronto.edu/~kriz/{file}"
+    assert {md5 for _, md5 in REAL.values()} == {
         "c58f30108f718f92721af3b95e74349a",
         "eb9058c3a382ffc7106e4002c42a8d85",
     }
@@ -292,16 +293,16 @@ def test_download_asks_mirrors_in_turn_and_only_once(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_file_that_was_cut_off_is_taken_up_again(ranges: bool) -> None:
+def test_a_file_that_was_cut_off_is_resumed(ranges: bool) -> None:
     Path("dst").mkdir()
     PARTIAL.write_bytes(CONTENT[:300_000])
     with serving(Site(ranges=ranges)) as site:
-        told: list[int] = []
-        download.download("cifar10", Path("dst"), [site.url], lambda _, done, total: told.append(done))
+        reported: list[int] = []
+        download.download("cifar10", Path("dst"), [site.url], lambda _, done, total: reported.append(done))
         assert FILE.read_bytes() == CONTENT
         assert site.asked == [(f"/{FILE.name}", "bytes=300000-")]
-        assert (min(told) > 300_000) == ranges
-        assert max(told) == 1_000_000
+        assert (min(reported) > 300_000) == ranges
+        assert max(reported) == 1_000_000
 
 
 def test_another_part_than_the_one_that_was_asked_for_is_not_taken() -> None:
@@ -449,8 +450,8 @@ def test_captions_name_classes_and_shares() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--count", "0"], "count=0, epoch=1"),
-        (["--epoch", "0"], "count=32, epoch=0"),
+        (["--count", "0"], "count=0: must be from 1 to 10000"),
+        (["--epoch", "0"], "epoch=0: must be positive"),
         (["--out", "sheet.jpg"], "out=sheet.jpg: its ending must be .png"),
         (["--out", "no/sheet.png"], "no/sheet.png: its folder does not exist"),
         (["--preset", "cifar10-resnet20"], "data.source=cifar10 needs --data.root"),

@@ -21,9 +21,8 @@ from trjax.data.folders import find_files, index_folder
 from trjax.data.image_files import UNREADABLE
 from trjax.data.images import MOST_RATIO, draw_box, example_random, open_image, read_for_evaluation, read_for_training
 from trjax.data.jpeg import BadImageError, Jpeg, Rows
-from trjax.data.names import class_names
-from trjax.data.pack import How, pack
-from trjax.data.sources import describe, load, resolve
+from trjax.data.pack import PackOptions, pack
+from trjax.data.sources import class_names, describe, load, resolve
 from trjax.run.fit import fit
 
 SIZE = (8, 8)
@@ -175,7 +174,7 @@ def test_an_evaluation_sees_the_middle() -> None:
     np.testing.assert_array_equal(read_for_evaluation(encode(255 - pixels, "PNG"), (8, 8)), 255)
 
 
-def test_files_are_found_in_order_and_remembered(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_found_in_order_and_cached(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_folder(Path("data"))
     (root / "train" / "ant" / "Zürich ü.jpg").write_bytes(encode(scene(9, 9)))
     (root / "train" / "ant" / "notes.txt").touch()
@@ -204,7 +203,7 @@ def test_files_are_found_in_order_and_remembered(own_cache: Path, monkeypatch: p
     assert len(index_folder(root / "train")) == 8  # also where nothing can be remembered
 
 
-def test_a_flat_folder_needs_its_classes_told(own_cache: Path) -> None:
+def test_a_flat_folder_needs_a_file_of_its_classes(own_cache: Path) -> None:
     flat = Path("val")
     flat.mkdir()
     for index in range(3):
@@ -212,7 +211,7 @@ def test_a_flat_folder_needs_its_classes_told(own_cache: Path) -> None:
     with pytest.raises(ValueError, match=r"outside of its classes' folders, 0.JPEG for one"):
         find_files(flat)
     Path("val_synsets.txt").write_text("n2\nn1\n\nn2\n")
-    found = find_files(flat)
+    found, _ = find_files(flat)
     assert (found.classes, found.labels.tolist()) == (("n1", "n2"), [1, 0, 1])
     Path("val_synsets.txt").write_text("n2\nn1\n")
     with pytest.raises(ValueError, match=r"names 2 classes, and val holds 3 images"):
@@ -244,7 +243,7 @@ def test_what_is_read_depends_on_seed_epoch_and_index_alone(own_cache: Path) -> 
 
 def test_what_is_packed_trains_as_its_files_do(own_cache: Path) -> None:
     root = write_folder(Path("data"), per_class=5)
-    pack(root, Path("packed"), How(400, 90, 1.0, 1), lambda *_: None)
+    pack(root, Path("packed"), PackOptions(400, 90, 1.0, 1), lambda *_: None)
     shape = (8, 8, 3)
     here, there = (load(DataConfig(source="images", root=name, image_shape=shape)) for name in ("data", "packed"))
     for files, packed in zip(here, there, strict=True):

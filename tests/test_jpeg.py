@@ -98,7 +98,7 @@ def test_damage_shows_in_the_rows_where_it_is() -> None:
         harmed.decode()
 
 
-def test_a_missing_row_is_told() -> None:
+def test_a_missing_row_is_reported() -> None:
     data = FILES["ours"]
     start, stop = data.index(b"\xff\xd1"), data.index(b"\xff\xd2")
     with pytest.raises(BadImageError, match="it is damaged"):

@@ -12,8 +12,8 @@ from helpers import DATA, tiny_config
 
 from trjax.config.run import DataConfig
 from trjax.data.augment import make_augment
-from trjax.data.batches import Batch
-from trjax.data.mixing import Inputs, mix, swap_neighbours
+from trjax.data.batches import Batch, Inputs
+from trjax.data.mixing import mix, swap_neighbours
 from trjax.data.sources import describe
 from trjax.keys import example_keys
 from trjax.mesh import make_mesh

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from helpers import dense_chain, noise_block
 
-from trjax.data.batches import Batch
-from trjax.data.mixing import Inputs
+from trjax.data.batches import Batch, Inputs
 from trjax.models.chain import init_chain
 from trjax.run.replay import find_first
 from trjax.train import main

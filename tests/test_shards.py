@@ -26,10 +26,10 @@ from trjax.data import pack as packing
 from trjax.data.folders import Files, index_folder
 from trjax.data.image_files import UNREADABLE, ImageFileSource
 from trjax.data.images import open_image
-from trjax.data.pack import How, pack, pack_split, shrink
-from trjax.data.shards import LeftOut, Shards, open_shards, read_index
+from trjax.data.pack import PackOptions, pack, pack_split, shrink
+from trjax.data.shards import BadImage, Shards, open_shards, read_index
 
-HOW = How(max_side=64, quality=90, shard_mb=256, workers=2)
+HOW = PackOptions(max_side=64, quality=90, shard_mb=256, workers=2)
 ONE_EACH = replace(HOW, shard_mb=1e-6)  # shards of one image
 MOST_LOSS = 4.0  # mean difference of pixels that JPEG at 90 makes
 
@@ -72,7 +72,7 @@ def pixels_of(data: bytes) -> np.ndarray:
     return open_image(data).decode()
 
 
-def packed(how: How = HOW, target: str = "dst") -> Shards:
+def packed(how: PackOptions = HOW, target: str = "dst") -> Shards:
     pack(Path("src"), Path(target), how)
     return open_shards(Path(target, "train"))
 
@@ -82,7 +82,7 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("how", [HOW, ONE_EACH, replace(HOW, shard_mb=0.004)], ids=["one shard", "one each", "some"])
-def test_images_come_back_in_the_order_of_their_folder(how: How) -> None:
+def test_images_come_back_in_the_order_of_their_folder(how: PackOptions) -> None:
     names = ["b/2.jpg", "a/föhn.JPEG", "c/日本.jpg", "a/deep/er.jpg", os.fsdecode(b"c/caf\xe9.jpg"), "a/two\nlines.jpg"]
     small = {name: put(f"src/train/{name}", jpeg(64, 10 + seed, seed)) for seed, name in enumerate(names)}
     large = put("src/train/b/large.jpg", jpeg(300, 150, 9))
@@ -182,7 +182,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("how", [HOW, ONE_EACH], ids=["one shard", "one each"])
-def test_damaged_images_are_left_out_and_named(how: How) -> None:
+def test_damaged_images_are_left_out_and_named(how: PackOptions) -> None:
     for name, (data, _) in BAD.items():
         put(f"src/train/{name}", data)
     for name in ("a/good.jpg", "b/good.jpg", "b/other.jpg"):
@@ -236,22 +236,22 @@ def dying(files, how, index):
         os.kill(os.getpid(), signal.SIGKILL)
     return convert(files, how, index)
 packing._convert = dying
-packing.pack(Path("src"), Path("dst"), packing.How(64, 90, {shard_mb}, 1))
+packing.pack(Path("src"), Path("dst"), packing.PackOptions(64, 90, {shard_mb}, 1))
 """
 
 
-def test_a_killed_pack_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_pack_resumes_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     put_many(20)
     how = replace(HOW, shard_mb=0.005, workers=1)
     whole = packed(how, "whole")
     first = sum(shard.records for shard in whole.shards[:2]) + 1  # the second image of the third shard
     ran = subprocess.run([sys.executable, "-c", KILLED.format(first=first, shard_mb=how.shard_mb)], timeout=60)
     assert ran.returncode == -signal.SIGKILL
-    with pytest.raises(ValueError, match="dst/train: its pack has not ended; start .* again to go on"):
+    with pytest.raises(ValueError, match="dst/train: its pack has not ended; start .* again to resume"):
         open_shards(Path("dst/train"))
     converted, convert = [], packing._convert
 
-    def noted(files: Files, how: How, index: int) -> bytes | LeftOut:
+    def noted(files: Files, how: PackOptions, index: int) -> bytes | BadImage:
         converted.append(index)
         return convert(files, how, index)
 
@@ -286,7 +286,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing() -> None:
     finished = [name for name in kept if name.endswith(".array_record")]
     assert finished
     assert not any(name.endswith(".partial") for name in kept)
-    images = packed(How(400, 90, 0.15, 1))
+    images = packed(PackOptions(400, 90, 0.15, 1))
     assert len(images) == 8
     assert len(images.shards) > len(finished)
     assert {name: contents("dst/train")[name] for name in finished} == {name: kept[name] for name in finished}
@@ -325,7 +325,7 @@ INDEX_DAMAGES: dict[str, tuple[Callable[[dict], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", INDEX_DAMAGES)
-def test_a_damaged_index_is_told(kind: str) -> None:
+def test_a_damaged_index_is_reported(kind: str) -> None:
     put_many(4)
     packed()
     path = Path("dst/train/index.json")
@@ -337,7 +337,7 @@ def test_a_damaged_index_is_told(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is damaged"), ("[1]", "is damaged"), ("{}", "is damaged")])
-def test_an_index_that_is_none_is_told(text: str, message: str) -> None:
+def test_an_index_that_is_none_is_reported(text: str, message: str) -> None:
     put("dst/train/index.json", text.encode())
     with pytest.raises(ValueError, match=message):
         open_shards(Path("dst/train"))
@@ -366,7 +366,7 @@ def test_a_flipped_bit_costs_one_image() -> None:
         damaged.read(-1)
 
 
-def test_a_shard_that_changed_under_the_same_name_is_told_when_it_is_read() -> None:
+def test_a_shard_that_changed_under_the_same_name_is_reported_when_it_is_read() -> None:
     put_many(12)
     images = packed(replace(HOW, shard_mb=0.005))
     path = Path("dst/train") / images.shards[1].file
@@ -397,7 +397,7 @@ def test_four_threads_read_what_one_does() -> None:
             assert all(pool.map(read, range(4)))
 
 
-def refused(source: str, target: str, how: How = HOW) -> str:
+def refused(source: str, target: str, how: PackOptions = HOW) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         pack(Path(source), Path(target), how)
     text = str(caught.value)
@@ -405,7 +405,7 @@ def refused(source: str, target: str, how: How = HOW) -> str:
     return text
 
 
-def test_what_cannot_be_packed_is_told_and_left_alone() -> None:
+def test_what_cannot_be_packed_is_reported_and_left_alone() -> None:
     put_many(2)
     put("other/notes.txt", b"mine")
     put("half/train/notes.txt", b"mine")
@@ -426,7 +426,7 @@ def test_what_cannot_be_packed_is_told_and_left_alone() -> None:
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_pack_of_something_else_is_not_gone_on_with(ended: bool) -> None:
+def test_a_pack_of_something_else_is_not_resumed(ended: bool) -> None:
     put_many(6)
     packed(ONE_EACH)
     if not ended:
@@ -460,9 +460,9 @@ def test_filelock_locks_no_folder() -> None:
 
 def test_progress_comes_to_all_images() -> None:
     put_many(9)
-    told: list[tuple[str, int, int]] = []
-    pack_split(index_folder(Path("src/train")), Path("dst/train"), ONE_EACH, lambda *given: told.append(given))
-    assert told == [("train", done, 9) for done in range(1, 10)]
+    reported: list[tuple[str, int, int]] = []
+    pack_split(index_folder(Path("src/train")), Path("dst/train"), ONE_EACH, lambda *given: reported.append(given))
+    assert reported == [("train", done, 9) for done in range(1, 10)]
 
 
 @pytest.mark.parametrize(
@@ -470,5 +470,5 @@ def test_progress_comes_to_all_images() -> None:
     [("max_side", 0), ("quality", 101), ("shard_mb", 0.0), ("shard_mb", float("nan")), ("workers", 0)],
 )
 def test_impossible_options(option: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{option}={value}: must be from"):
-        How(**(asdict(HOW) | {option: value}))
+    with pytest.raises(ValueError, match=f"{option}={value}: must be "):
+        PackOptions(**(asdict(HOW) | {option: value}))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageOps
 
-from trjax.data.trivial import OPERATIONS, STRENGTHS, ImageOperation, apply_operation, draw_operation
+from trjax.data.augment import OPERATIONS, STRENGTHS, ImageOperation, apply_operation, draw_operation
 
 SIZE = (24, 32)
 

@@ -31,5 +31,4 @@ def run_command(
         do: returns the command's result.
         arguments: the command line.
     """
-    given = tyro.cli(options, prog=prog, args=list(arguments))
-    return print_result(lambda: do(given))
+    return print_result(lambda: do(tyro.cli(options, prog=prog, args=list(arguments))))

@@ -66,7 +66,8 @@ def export(options: ExportOptions) -> str:
         if options.format == "stablehlo":
             partial.write_bytes(export_stablehlo(model))
         elif options.format == "torchvision":
-            torch, arrays = import_torch("format=torchvision"), to_torch(model.params, model.batch_stats)
+            torch = import_torch("format=torchvision")
+            arrays = to_torch(model.params, model.batch_stats)
             torch.save({name: torch.from_numpy(array.copy()) for name, array in arrays.items()}, partial)
         else:
             about = {"step": str(model.step), "arch": model.config.model.arch, "preset": model.config.preset}

@@ -9,12 +9,12 @@ from typing import Annotated
 import jax
 import numpy as np
 import tyro
-from PIL import Image
+from PIL import Image, ImageOps
 
 from trjax.commands import run_command
 from trjax.data.images import open_image
 from trjax.data.jpeg import BadImageError
-from trjax.data.names import class_names
+from trjax.data.sources import class_names
 from trjax.run.saved_model import Which, open_model, predict, top_classes
 from trjax.text import format_table
 
@@ -49,12 +49,8 @@ def read_image(path: Path, image_shape: tuple[int, int, int]) -> np.ndarray:
         image = Image.fromarray(open_image(path.read_bytes()).decode()).convert("RGB" if channels == 3 else "L")
     except BadImageError as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
-    scale = max(height / image.height, width / image.width)
-    size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
-    image = image.resize(size, Image.Resampling.BILINEAR)
-    left, upper = (size[0] - width) // 2, (size[1] - height) // 2
-    pixels = np.asarray(image.crop((left, upper, left + width, upper + height)))
-    return pixels.reshape(height, width, channels)
+    fitted = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
+    return np.asarray(fitted).reshape(height, width, channels)
 
 
 def classify(options: PredictOptions) -> str:
@@ -67,12 +63,14 @@ def classify(options: PredictOptions) -> str:
     if options.top < 1 or not options.images:
         raise ValueError(f"top={options.top}, {len(options.images)} images: there must be at least one of both")
     model = open_model(options.run, options.checkpoint, options.raw)
-    names, rows = class_names(model.config.data, model.spec.num_classes), []
+    names = class_names(model.config.data, model.spec.num_classes)
     images = np.stack([read_image(path, model.spec.image_shape) for path in options.images])
     logits = np.asarray(jax.jit(lambda images: predict(model, images))(images))
-    for path, own in zip(options.images, logits, strict=True):
-        for index, share in top_classes(own, options.top):
-            rows.append([str(path), names[index], f"{share:.2%}"])
+    rows = [
+        [path, names[index], f"{share:.2%}"]
+        for path, own in zip(options.images, logits, strict=True)
+        for index, share in top_classes(own, options.top)
+    ]
     return format_table(["image", "class", "probability"], rows)
 
 

@@ -5,17 +5,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
 from PIL import Image, ImageDraw
+from pydantic import Field
 
 from trjax.commands import print_result
+from trjax.config.checks import Checked
 from trjax.config.command_line import parse_options
+from trjax.config.fields import PositiveInt32
 from trjax.config.run import Config
 from trjax.data.batches import epoch_order, read_batch
-from trjax.data.names import class_names
-from trjax.data.sources import describe, load
+from trjax.data.sources import class_names, describe, load
 from trjax.files import atomic_write
 from trjax.mesh import start_platform
 from trjax.step.limits import count_examples
@@ -27,32 +30,22 @@ _CLEAR = 0.1  # share of a class from which it is named
 
 
 @dataclass(frozen=True)
-class PreviewOptions:
+class PreviewOptions(Checked):
     """What to show."""
 
-    out: str = "sheet.png"
+    out: Path = Path("sheet.png")
     """File to write."""
-    count: int = 32
+    count: Annotated[int, Field(ge=1, le=10_000)] = 32
     """Images to show: the first ones of an epoch."""
-    epoch: int = 1
-    """Which one, from 1."""
+    epoch: PositiveInt32 = 1
+    """Epoch whose images to show, from 1."""
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Training images as a network gets them.
-
-    Attributes:
-        images: values in [0, 1], float32, shape (count, height, width, channels).
-        targets: probabilities of the classes, shape (count, classes); none of an image that cannot be read.
-    """
-
-    images: np.ndarray
-    targets: np.ndarray
-
-
-def read_inputs(config: Config, count: int, epoch: int) -> Shown:
+def read_inputs(config: Config, count: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first images of an epoch after everything that a training step does to them, but for normalisation.
+
+    Their values are in [0, 1], float32, shape (count, height, width, channels). With them come the probabilities of
+    their classes, shape (count, classes); all are 0 for an image that cannot be read.
 
     Args:
         config: the run.
@@ -71,7 +64,7 @@ def read_inputs(config: Config, count: int, epoch: int) -> Shown:
     pixels = np.asarray(inputs.images) * np.array(spec.std, np.float32) + np.array(spec.mean, np.float32)
     known = np.asarray(targets) * block.mask[:, None]
     count = min(count, len(order))
-    return Shown(pixels[:count].clip(0, 1), known[:count])
+    return pixels[:count].clip(0, 1), known[:count]
 
 
 def _caption(targets: np.ndarray, names: Sequence[str]) -> str:
@@ -86,18 +79,16 @@ def _caption(targets: np.ndarray, names: Sequence[str]) -> str:
     return " ".join(f"{names[index]} {targets[index]:.0%}" for index in likely) or "(unreadable)"
 
 
-def draw_sheet(shown: Shown, names: Sequence[str]) -> Image.Image:
+def draw_sheet(images: np.ndarray, targets: np.ndarray, names: Sequence[str]) -> Image.Image:
     """Returns the images in rows, each with its class below.
 
     Raises:
         ValueError: they have neither one channel nor three.
     """
-    count, height, width, channels = shown.images.shape
+    count, height, width, channels = images.shape
     if channels not in (1, 3):
         raise ValueError(f"images of {channels} channels cannot be shown; only those of 1 or 3")
-    pixels = np.rint(shown.images * 255).astype(np.uint8)
-    if channels == 1:
-        pixels = pixels.repeat(3, axis=-1)
+    pixels = np.broadcast_to(np.rint(images * 255).astype(np.uint8), (count, height, width, 3))
     scale = -(-_LEAST_SIDE // max(height, width))
     pixels = pixels.repeat(scale, axis=1).repeat(scale, axis=2)
     across, columns = width * scale + _GAP, math.ceil(math.sqrt(count))
@@ -106,7 +97,7 @@ def draw_sheet(shown: Shown, names: Sequence[str]) -> Image.Image:
     draw = ImageDraw.Draw(sheet)
     for index in range(count):
         left, top = _GAP + index % columns * across, _GAP + index // columns * down
-        text = _caption(shown.targets[index], names).encode("ascii", "replace").decode()  # all that every font has
+        text = _caption(targets[index], names).encode("ascii", "replace").decode()  # all that every font has
         while text and draw.textlength(text) > across - _GAP:
             text = text[:-1]
         draw.text((left, top + height * scale), text, fill="black")
@@ -123,22 +114,17 @@ def preview(arguments: Sequence[str]) -> str:
     """
     purpose = "Draw a sheet of training images as the network gets them."
     config, options = parse_options(arguments, "python -m trjax.preview", purpose, PreviewOptions())
-    path = Path(options.out)
-    if not 1 <= options.count <= 10_000 or options.epoch < 1:
-        raise ValueError(
-            f"count={options.count}, epoch={options.epoch}: from 1 to 10,000 images, of an epoch from 1 on"
-        )
-    if path.suffix.lower() != ".png":
+    if options.out.suffix.lower() != ".png":
         raise ValueError(f"out={options.out}: its ending must be .png")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: its folder does not exist")
+    if not options.out.parent.is_dir():
+        raise ValueError(f"{options.out}: its folder does not exist")
     start_platform("cpu", "all")  # no GPU is needed
-    shown = read_inputs(config, options.count, options.epoch - 1)
-    sheet = draw_sheet(shown, class_names(config.data, shown.targets.shape[1]))
-    with atomic_write(path) as partial:
+    images, targets = read_inputs(config, options.count, options.epoch - 1)
+    sheet = draw_sheet(images, targets, class_names(config.data, targets.shape[1]))
+    with atomic_write(options.out) as partial:
         sheet.save(partial, "PNG")
-    count, height, width, _ = shown.images.shape
-    return f"{path}: {count} training images of {height}x{width}, epoch {options.epoch}, seed {config.seed}"
+    count, height, width, _ = images.shape
+    return f"{options.out}: {count} training images of {height}x{width}, epoch {options.epoch}, seed {config.seed}"
 
 
 def main(arguments: Sequence[str]) -> int:

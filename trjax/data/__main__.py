@@ -15,33 +15,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from trjax.commands import run_command
 from trjax.data.download import download
 from trjax.data.image_files import ReportProgress, count_cores
-from trjax.data.pack import How, pack
-from trjax.data.shards import Index, printable
+from trjax.data.pack import PackOptions, pack
+from trjax.data.shards import Index
 from trjax.data.survey import describe_folder, verify
 
 _LINE_SECONDS = 60.0  # between two lines on what is done, where there is no terminal for a bar
-_CORES = count_cores()
 
 
 @dataclass(frozen=True)
 class Pack:
     """Pack the images of train/CLASS, val/CLASS and so on into a few large files, none larger than needed.
 
-    A pack that was stopped goes on where it was when it is started again.
+    Started again, a pack that was stopped resumes where it was.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Folder of the images."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Folder for the packed ones."""
-    max_side: int = 400
-    """Pixels of the longer side, at most. A smaller JPEG is kept byte for byte."""
-    quality: int = 90
-    """Of JPEG, for all others."""
-    workers: int = _CORES
-    """Threads; as many as cores, if left out."""
-    shard_mb: float = 256.0
-    """MiB of a file, about."""
+    options: Annotated[PackOptions, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True)
@@ -49,21 +41,21 @@ class Verify:
     """Read every image of a folder, packed or not; exit with 1 if one is damaged."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Of train, val and test, or one of them."""
-    workers: int = _CORES
-    """Threads; as many as cores, if left out."""
+    """Folder of train, val and test, or of one of them."""
+    workers: int = count_cores()
+    """Number of threads; the default is one a core."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Tell how many images a folder holds, packed or not, their sizes, and their mean and deviation."""
+    """Report how many images a folder holds, packed or not, their sizes, and their mean and deviation."""
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Of train, val and test, or one of them."""
+    """Folder of train, val and test, or of one of them."""
     most: int = 2000
     """Images of a split to look at, evenly spread."""
-    workers: int = _CORES
-    """Threads; as many as cores, if left out."""
+    workers: int = count_cores()
+    """Number of threads; the default is one a core."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +74,12 @@ class Download:
 class DataOptions:
     """Images packed, checked and described; CIFAR downloaded."""
 
-    command: Annotated[
-        Annotated[Pack, tyro.conf.subcommand("pack", prefix_name=False)]
-        | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
-        | Annotated[Stats, tyro.conf.subcommand("stats", prefix_name=False)]
-        | Annotated[Download, tyro.conf.subcommand("download", prefix_name=False)],
-        tyro.conf.arg(name=""),
-    ]
+    command: Annotated[Pack | Verify | Stats | Download, tyro.conf.arg(name="")]
 
 
 @contextmanager
 def _show_progress() -> Iterator[ReportProgress]:
-    """Shows a bar for all that is told of; without a terminal, a line now and then."""
+    """Shows a bar for everything that is reported; without a terminal, a line now and then."""
     console, last = Console(stderr=True), time.monotonic()
     tasks: dict[str, TaskID] = {}
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()
@@ -111,31 +97,14 @@ def _show_progress() -> Iterator[ReportProgress]:
         yield report
 
 
-def _format_packed(folder: Path, index: Index) -> list[str]:
-    """Returns the lines on a packed split: those images that are not in it, and a summary."""
-    left_out = [left for shard in index.shards for left in shard.left_out]
-    lines = [f"left out: {printable(left.name)}: {printable(left.reason)}" for left in left_out]
+def _format_packed(folder: Path, index: Index) -> str:
+    """Returns the lines on a packed split: the images that are not in it, and a summary."""
+    left_out = [f"left out: {bad}\n" for shard in index.shards for bad in shard.left_out]
     size = sum(shard.size_bytes for shard in index.shards) / 1e6
-    return [
-        *lines,
-        f"{folder}: {index.examples:,} images of {len(index.classes):,} classes in {len(index.shards)} shards, "
-        f"{size:,.1f} MB; {len(left_out)} left out",
-    ]
-
-
-def _do(given: Pack | Verify | Stats | Download) -> tuple[str, bool]:
-    """Returns what a command has to say, and whether all is well."""
-    with _show_progress() as report:
-        if isinstance(given, Pack):
-            how = How(given.max_side, given.quality, given.shard_mb, given.workers)
-            packed = pack(given.source, given.target, how, report)
-            lines = [_format_packed(given.target / name, index) for name, index in packed.items()]
-            return "\n".join(line for part in lines for line in part), True
-        if isinstance(given, Verify):
-            return verify(given.folder, given.workers, report)
-        if isinstance(given, Stats):
-            return describe_folder(given.folder, given.most, given.workers, report), True
-        return download(given.name, given.target, given.mirror, report), True
+    return (
+        f"{''.join(left_out)}{folder}: {index.examples:,} images of {len(index.classes):,} classes in "
+        f"{len(index.shards)} shards, {size:,.1f} MB; {len(left_out)} left out"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -144,13 +113,22 @@ def main(arguments: Sequence[str]) -> int:
 
     def do(options: DataOptions) -> str:
         nonlocal sound
-        said, sound = _do(options.command)
-        return said
+        command = options.command
+        with _show_progress() as report:
+            if isinstance(command, Pack):
+                packed = pack(command.source, command.target, command.options, report)
+                return "\n".join(_format_packed(command.target / name, index) for name, index in packed.items())
+            if isinstance(command, Verify):
+                text, sound = verify(command.folder, command.workers, report)
+                return text
+            if isinstance(command, Stats):
+                return describe_folder(command.folder, command.most, command.workers, report)
+            return download(command.name, command.target, command.mirror, report)
 
     try:
         return run_command("python -m trjax.data", DataOptions, do, arguments) or int(not sound)
     except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; pack and download go on where they were when they are started again")
+        Console(stderr=True).print("stopped; started again, pack and download resume where they were")
         return 130
 
 

@@ -6,14 +6,13 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from trjax.config.data import DataConfig
 from trjax.data.spec import DataSpec
 
-Split = tuple[np.ndarray, np.ndarray]
+Arrays = tuple[np.ndarray, np.ndarray]
 """Images, uint8, shape (examples, height, width, channels), and labels, int32."""
 
 
-def _check(root: str, split: str, images: np.ndarray, labels: np.ndarray) -> Split:
+def _check(root: str, split: str, images: np.ndarray, labels: np.ndarray) -> Arrays:
     """Returns a split, or raises ValueError for arrays that are none."""
     if images.ndim == 3:
         images = images[..., None]
@@ -30,17 +29,9 @@ def _check(root: str, split: str, images: np.ndarray, labels: np.ndarray) -> Spl
     return images, labels.astype(np.int32)
 
 
-def _stamp(root: str) -> tuple[int, ...]:
-    """Returns what changes with a file."""
-    try:
-        found = Path(root).stat()
-    except OSError as error:
-        raise ValueError(f"data.root={root} is no file of arrays: {error}") from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 @lru_cache(maxsize=1)
-def _load(root: str, stamp: tuple[int, ...]) -> tuple[Split, Split]:
+def _load(root: str, stamp: tuple[int, ...]) -> tuple[DataSpec, Arrays, Arrays]:
+    """Reads a file; `stamp` changes with it."""
     splits = []
     try:
         with Path(root).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -53,32 +44,22 @@ def _load(root: str, stamp: tuple[int, ...]) -> tuple[Split, Split]:
     train, test = splits
     if train[0].shape[1:] != test[0].shape[1:]:
         raise ValueError(f"data.root={root}: training images are {train[0].shape[1:]}, test images {test[0].shape[1:]}")
-    return train, test
-
-
-def load_npz(root: str) -> tuple[Split, Split]:
-    """Returns the training and the test split of a file, which is read anew only if it has changed.
-
-    Raises:
-        ValueError: it is missing or damaged, or its arrays are not what they should be.
-    """
-    return _load(root, _stamp(root))
-
-
-@lru_cache(maxsize=1)
-def _describe(root: str, stamp: tuple[int, ...]) -> DataSpec:
-    train, test = _load(root, stamp)
     pixels = train[0].reshape(-1, train[0].shape[-1]) / 255
     num_classes = int(max(train[1].max(), test[1].max())) + 1
     height, width, channels = train[0].shape[1:]
     mean, std = (tuple(float(f"{value:.4g}") for value in of(pixels, axis=0)) for of in (np.mean, np.std))
-    return DataSpec((height, width, channels), num_classes, len(train[1]), len(test[1]), mean, std)
+    spec = DataSpec((height, width, channels), num_classes, len(train[1]), len(test[1]), mean, std)
+    return spec, train, test
 
 
-def describe_npz(data: DataConfig) -> DataSpec:
-    """Returns the shapes and sizes of a file, and what its training pixels are like.
+def load_npz(root: str) -> tuple[DataSpec, Arrays, Arrays]:
+    """Returns the shapes and sizes of a file, and its training and test examples; cached until the file changes.
 
     Raises:
-        ValueError: see `load_npz`.
+        ValueError: it is missing or damaged, or its arrays are not what they should be.
     """
-    return _describe(data.root, _stamp(data.root))
+    try:
+        found = Path(root).stat()
+    except OSError as error:
+        raise ValueError(f"data.root={root} is no file of arrays: {error}") from error
+    return _load(root, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))

@@ -27,6 +27,18 @@ class Batch(NamedTuple):
     indices: Any
 
 
+class Inputs(NamedTuple):
+    """What the network gets of a block, and what it is to say.
+
+    Attributes:
+        images: float32, shape (examples, height, width, channels).
+        targets: probabilities, float32, shape (examples, classes); None: those of the labels.
+    """
+
+    images: Any
+    targets: Any = None
+
+
 def epoch_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     """Returns the order of an epoch: a permutation that depends on (seed, epoch) alone.
 

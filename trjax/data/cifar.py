@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from trjax.data.arrays import Arrays
 from trjax.text import describe_error
 
-Examples = tuple[np.ndarray, np.ndarray]
 Read = Callable[[str, int], bytes]
 """Maps a file's name and the most bytes to read of it to its content."""
 
@@ -62,7 +62,7 @@ _LAYOUTS = {
 
 
 class _Array:
-    """Stands for numpy's array, and its dtype, while a pickle is read: keeps what it is told, and allocates nothing."""
+    """Stands for numpy's array, and its dtype, while a pickle is read: keeps its arguments, and allocates nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -78,10 +78,6 @@ class _Array:
         return np.frombuffer(content, np.uint8).reshape(shape, order="F" if column_major else "C")
 
 
-def _encode(text: str, _codec: str) -> bytes:
-    return text.encode("latin1")
-
-
 class _ArraysOnly(pickle.Unpickler):
     """Unpickles what CIFAR's files hold, arrays and plain containers, and refuses to run anything else."""
 
@@ -91,7 +87,7 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) in {("numpy._core.multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")}:
             return _Array
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2, in Latin-1
-            return _encode
+            return lambda text, _: text.encode("latin1")
         raise pickle.UnpicklingError(f"it names {module!r}.{name!r}, which CIFAR's files do not")
 
 
@@ -104,7 +100,7 @@ def _unpickle(content: bytes) -> Any:
     return _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
 
 
-def _decode(content: bytes, layout: _Layout) -> Examples:
+def _decode(content: bytes, layout: _Layout) -> Arrays:
     """Returns pixels, shape (examples, 3072), and labels of one file."""
     if layout.label_bytes:
         record = layout.label_bytes + _PIXELS
@@ -124,7 +120,7 @@ def _most_bytes(num_examples: int, layout: _Layout) -> int:
     return num_examples * (layout.label_bytes + _PIXELS if layout.label_bytes else 2 * _PIXELS + 256) + 4096
 
 
-def _read_file(name: str, num_examples: int, layout: _Layout, read: Read, where: str) -> Examples:
+def _read_file(name: str, num_examples: int, layout: _Layout, read: Read, where: str) -> Arrays:
     """Returns the images, shape (examples, 32, 32, 3) uint8, and int32 labels of one file, checked."""
     expected = f"expected {num_examples} examples of 3072 bytes; get {layout.archive} again from {HOME}"
     most = _most_bytes(num_examples, layout)
@@ -146,10 +142,10 @@ def _read_file(name: str, num_examples: int, layout: _Layout, read: Read, where:
     return np.ascontiguousarray(images), labels.astype(np.int32)
 
 
-def _read_layout(layout: _Layout, read: Read, where: str) -> tuple[Examples, Examples]:
-    def joined(files: tuple[tuple[str, int], ...]) -> Examples:
-        parts = [_read_file(name, count, layout, read, where) for name, count in files]
-        return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
+def _read_layout(layout: _Layout, read: Read, where: str) -> tuple[Arrays, Arrays]:
+    def joined(files: tuple[tuple[str, int], ...]) -> Arrays:
+        images, labels = zip(*(_read_file(name, count, layout, read, where) for name, count in files), strict=True)
+        return np.concatenate(images), np.concatenate(labels)
 
     return joined(layout.train), joined(layout.test)
 
@@ -179,7 +175,7 @@ def _unpack(layout: _Layout, path: Path) -> tarfile.TarFile:
     return archive
 
 
-def _read_archive(layout: _Layout, path: Path) -> tuple[Examples, Examples]:
+def _read_archive(layout: _Layout, path: Path) -> tuple[Arrays, Arrays]:
     def read(name: str, limit_bytes: int) -> bytes:
         member = archive.getmember(f"{layout.folder}/{name}")
         file = archive.extractfile(member) if member.isreg() else None  # no link to another member, either
@@ -209,7 +205,7 @@ def _find(layouts: tuple[_Layout, ...], folder: Path) -> tuple[_Layout, Path] | 
     return None
 
 
-def load_cifar(name: str, root: str) -> tuple[Examples, Examples]:
+def load_cifar(name: str, root: str) -> tuple[Arrays, Arrays]:
     """Returns training and test examples: uint8 images (n, 32, 32, 3) and int32 labels, fine ones for CIFAR-100.
 
     Looks in `root` for an extracted folder, then for its archive; `root` may be the extracted folder itself.
@@ -224,15 +220,14 @@ def load_cifar(name: str, root: str) -> tuple[Examples, Examples]:
         raise ValueError(f"data.source={name} needs --data.root: a folder with {wanted}; get one from {HOME}")
     try:
         folder = Path(root).expanduser()
-        if not folder.is_dir():
-            raise ValueError(f"data.root={root} is not a folder; expected one with {wanted}; get one from {HOME}")
+        problem = f"holds no {name}" if folder.is_dir() else "is not a folder"
         found = _find(layouts, folder)
     except (OSError, RuntimeError) as error:  # too long a name, no permission; no such home
         raise ValueError(
             f"data.root={root} cannot be used ({describe_error(error)}); expected a folder with {wanted}"
         ) from error
     if found is None:
-        raise ValueError(f"data.root={root} holds no {name}; expected {wanted}; get one from {HOME}")
+        raise ValueError(f"data.root={root} {problem}; expected a folder with {wanted}; get one from {HOME}")
     layout, path = found
     if path.name == layout.archive:
         return _read_archive(layout, path)

@@ -5,7 +5,6 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
@@ -24,29 +23,11 @@ _CHUNK_BYTES = 2**18
 _NO_SUCH_RANGE = 416
 
 
-@dataclass(frozen=True)
-class Archive:
-    """A file to download.
-
-    Attributes:
-        file: its name.
-        md5: its checksum.
-        urls: where it is published.
-    """
-
-    file: str
-    md5: str
-    urls: tuple[str, ...]
-
-
 ARCHIVES = {
-    name: Archive(file, md5, (urljoin(HOME, file),))
-    for name, file, md5 in (
-        ("cifar10", "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
-        ("cifar100", "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
-    )
+    "cifar10": ("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
+    "cifar100": ("cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
 }
-"""By the names of their sources. Source: https://www.cs.toronto.edu/~kriz/cifar.html."""
+"""File name and MD5 of the archive of each source. Source: `HOME`, beside which they lie."""
 
 
 def _md5_of(path: Path) -> str:
@@ -61,7 +42,7 @@ def _size_of(path: Path) -> int:
 def _receive(url: str, path: Path, report: ReportProgress) -> str:
     """Adds to a file what is missing of it; returns why that is not all of it, or "".
 
-    A server that cannot send a part sends all of it, and the file begins anew.
+    If the server cannot send a part, it sends the whole file, which replaces what there was.
 
     Raises:
         OSError: the file cannot be written; what the network does is returned.
@@ -117,17 +98,6 @@ def _fetch(url: str, path: Path, md5: str, report: ReportProgress) -> str:
     return reason
 
 
-def _check_url(url: str, file: str) -> str:
-    """Returns the address of a file: that of its folder may be given.
-
-    Raises:
-        ValueError: it is no address of the web.
-    """
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError(f"mirror={url!r}: must begin with https:// or http://")
-    return url + file if url.endswith("/") else url
-
-
 def download(name: str, target: Path, mirrors: Sequence[str] = (), report: ReportProgress = lambda *_: None) -> str:
     """Downloads a set's archive into a folder, and returns what has become of it.
 
@@ -144,20 +114,22 @@ def download(name: str, target: Path, mirrors: Sequence[str] = (), report: Repor
         ValueError: a mirror is no address, or no address has the file: says what each did.
         OSError: the file cannot be written.
     """
-    archive = ARCHIVES[name]
-    urls = [_check_url(url, archive.file) for url in (*mirrors, *archive.urls)]
-    path = target / archive.file
+    file, md5 = ARCHIVES[name]
+    if other := next((url for url in mirrors if urlsplit(url).scheme not in ("http", "https")), None):
+        raise ValueError(f"mirror={other!r}: must begin with https:// or http://")
+    urls = [url + file if url.endswith("/") else url for url in (*mirrors, urljoin(HOME, file))]
+    path = target / file
     target.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        if _md5_of(path) == archive.md5:
+        if _md5_of(path) == md5:
             return f"{path} is there already, and whole"
         path.replace(path.with_name(f"{path.name}.damaged"))
     partial, reasons = partial_path(path), []
     for url in urls:
-        if not (reason := _fetch(url, partial, archive.md5, report)):
+        if not (reason := _fetch(url, partial, md5, report)):
             sync(partial)
             partial.replace(path)
-            return f"{path}: {path.stat().st_size:,} bytes from {url}, MD5 {archive.md5}"
+            return f"{path}: {path.stat().st_size:,} bytes from {url}, MD5 {md5}"
         reasons.append(f"{url}: {reason}")
     kept = f"; {_size_of(partial):,} bytes are kept in {partial} for the next try" if partial.exists() else ""
-    raise ValueError(f"{archive.file} could not be had: {'; '.join(reasons)}{kept}")
+    raise ValueError(f"{file} could not be had: {'; '.join(reasons)}{kept}")

@@ -53,28 +53,20 @@ class Pixels:
 
     Attributes:
         pixels: uint8, shape (height, width, 3).
+        height: of the image, in pixels.
+        width: of the image, in pixels.
     """
 
     pixels: np.ndarray
-
-    @property
-    def height(self) -> int:
-        """Of the image."""
-        return self.pixels.shape[0]
-
-    @property
-    def width(self) -> int:
-        """Of the image."""
-        return self.pixels.shape[1]
+    height: int
+    width: int
 
     def decode(self, share: float = 1.0) -> np.ndarray:
         """Returns all of it, whatever share would do."""
-        del share
         return self.pixels
 
     def decode_rows(self, top: int, bottom: int, share: float) -> Rows:
         """Returns some rows, as they are."""
-        del share
         return Rows(self.pixels[top:bottom], top, 1)
 
 
@@ -90,7 +82,10 @@ def open_image(data: bytes) -> Jpeg | Pixels:
     """
     if not data:
         raise BadImageError("it is empty")
-    return open_jpeg(data) or Pixels(_decode_any(data))
+    if (jpeg := open_jpeg(data)) is not None:
+        return jpeg
+    pixels = _decode_any(data)
+    return Pixels(pixels, *pixels.shape[:2])
 
 
 def draw_box(random: Random, height: int, width: int, least_area: float) -> Box:

@@ -38,7 +38,7 @@ def check_size(height: int, width: int) -> None:
 
 
 def own_memory(name: str, size_bytes: int) -> np.ndarray:
-    """Returns memory of this thread's, to be used again and again: allocating anew costs a fifth of a read."""
+    """Returns memory of this thread's, to be used again and again: a new allocation costs a fifth of a read."""
     if size_bytes > _MOST_KEPT:
         return np.empty(size_bytes, np.uint8)
     if getattr(_OWN, name, np.empty(0)).size < size_bytes:
@@ -103,7 +103,7 @@ class _Cut(NamedTuple):
     Attributes:
         data: of the file.
         first: of its rows of pixels.
-        last: the row behind its last.
+        last: the row after its last.
         unread: it holds more than these rows.
     """
 
@@ -158,17 +158,17 @@ class Jpeg:
         Raises:
             BadImageError: it is cut off or otherwise damaged.
         """
-        return _decode(self.data, **_at_scale(self.height, self.width, _choose_scale(share)))
+        return _decode(self.data, self.height, self.width, _choose_scale(share))
 
     def decode_rows(self, top: int, bottom: int, share: float) -> Rows:
         """Returns at least the rows from `top` to `bottom`, fast: colours are a little less exact.
 
         The pixels hold until this thread decodes another. Damage elsewhere need not show; nor, in files without restart
-        markers, what leaves codes that can be read: only the end of a whole image tells that something went wrong.
+        markers, what leaves codes that can be read: only the end of a whole image shows that something went wrong.
 
         Args:
             top: first row, of the image.
-            bottom: the one behind the last.
+            bottom: the row after the last.
             share: of its size that will do.
 
         Raises:
@@ -178,9 +178,8 @@ class Jpeg:
         data, first, last, unread = _cut(self.data, self.height, top, bottom)
         height, width = math.ceil((last - first) * scale), math.ceil(self.width * scale)
         memory = own_memory("decoded", 3 * height * width)
-        how = {"fastdct": True, "fastupsample": True, "buffer": memory}
         try:
-            _decode(data, **how, **_at_scale(last - first, self.width, scale))
+            _decode(data, last - first, self.width, scale, fastdct=True, fastupsample=True, buffer=memory)
         except BadImageError as error:
             if not (unread and _UNREAD in str(error)):
                 raise
@@ -192,16 +191,11 @@ def _choose_scale(share: float) -> float:
     return next(scale for scale in (1 / 8, 1 / 4, 1 / 2, 1) if scale >= min(share, 1))
 
 
-def _at_scale(height: int, width: int, scale: float) -> dict[str, Any]:
-    """Returns the decoder's options."""
-    if scale == 1:
-        return {}
-    return {"min_height": math.ceil(height * scale), "min_width": math.ceil(width * scale), "min_factor": 2}
-
-
-def _decode(data: bytes, **how: Any) -> np.ndarray:
+def _decode(data: bytes, height: int, width: int, scale: float, **options: Any) -> np.ndarray:
+    if scale < 1:
+        options |= {"min_height": math.ceil(height * scale), "min_width": math.ceil(width * scale), "min_factor": 2}
     try:
-        return simplejpeg.decode_jpeg(data, **how)
+        return simplejpeg.decode_jpeg(data, **options)
     except ValueError as error:
         raise BadImageError(f"it is damaged: {error}") from error
 

@@ -3,28 +3,14 @@
 Sources: Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018; Yun et al., "CutMix", 2019.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from trjax.config.data import DataConfig
-from trjax.data.batches import Batch
+from trjax.data.batches import Batch, Inputs
 
 _QUANTILES = 1025
-
-
-class Inputs(NamedTuple):
-    """What the network gets of a block, and what it is to say.
-
-    Attributes:
-        images: float32, shape (examples, height, width, channels).
-        targets: probabilities, float32, shape (examples, classes); None: those of the labels.
-    """
-
-    images: Any
-    targets: Any = None
 
 
 def swap_neighbours(leaf: jax.Array) -> jax.Array:

@@ -17,38 +17,24 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
 import cv2
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
+from pydantic import Field
 
-from trjax.data.folders import Files, index_folder
-from trjax.data.image_files import ReportProgress
+from trjax.config.checks import Checked
+from trjax.data import shards
+from trjax.data.folders import SPLITS, Files, find_splits, index_folder
+from trjax.data.image_files import ReportProgress, count_cores
 from trjax.data.images import open_image
 from trjax.data.jpeg import BadImageError, Jpeg, encode_jpeg
-from trjax.data.shards import (
-    INDEX,
-    UNFINISHED,
-    Index,
-    LeftOut,
-    Shard,
-    ShardInfo,
-    encode_record,
-    find_fault,
-    make_shard,
-    printable,
-    read_index,
-    read_json,
-    shard_name,
-    write_json,
-)
-from trjax.data.splits import SPLITS, find_splits
+from trjax.data.shards import BadImage, Index, Shard, ShardInfo
 from trjax.files import atomic_write
 
-_SAMPLE = 64  # images that tell one source from another, and how large an image gets
+_SAMPLE = 64  # images that identify a source, and give the mean size of a packed image
 _AT_A_TIME = 1024  # images that wait to be written, at most
-_LIMITS = {"max_side": (1, 32768), "quality": (1, 100), "shard_mb": (1e-6, 1e6), "workers": (1, 1024)}
 _WRITER = "group_size:1,uncompressed"  # each image by itself; JPEG does not compress
 _OWN = re.compile(r"(shard-\d{5}-of-\d{5}\.array_record(\.json)?|index\.json|unfinished\.json)(\.partial)?")
 
@@ -56,25 +42,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class How:
-    """How to pack.
+class PackOptions(Checked):
+    """How to pack."""
 
-    Attributes:
-        max_side: pixels of the longer side, at most.
-        quality: of JPEG.
-        shard_mb: MiB of a shard, about.
-        workers: threads.
-    """
-
-    max_side: int
-    quality: int
-    shard_mb: float
-    workers: int
-
-    def __post_init__(self) -> None:
-        for option, (least, most) in _LIMITS.items():
-            if not least <= (value := getattr(self, option)) <= most:
-                raise ValueError(f"{option}={value}: must be from {least:g} to {most:g}")
+    max_side: Annotated[int, Field(ge=1, le=32768)] = 400
+    """Longest side of a packed image, in pixels. A smaller JPEG is kept byte for byte."""
+    quality: Annotated[int, Field(ge=1, le=100)] = 90
+    """JPEG quality of all other images."""
+    shard_mb: Annotated[float, Field(ge=1e-6, le=1e6)] = 256.0
+    """Approximate size of a shard, in MiB."""
+    workers: Annotated[int, Field(ge=1, le=1024)] = count_cores()
+    """Number of threads; the default is one a core."""
 
 
 def in_order(do: Callable[[int], T], indices: Sequence[int], workers: int) -> Generator[T, None, None]:
@@ -101,7 +79,7 @@ def shrink(data: bytes, max_side: int, quality: int) -> bytes:
     return encode_jpeg(pixels, quality)
 
 
-def _describe(files: Files, how: How) -> ShardInfo:
+def _describe(files: Files, options: PackOptions) -> ShardInfo:
     """Returns what is to be packed, and into how many shards, by the size of some images."""
     digest = hashlib.sha256(json.dumps(files.classes).encode())
     for part in (files.names, files.ends.tobytes(), files.labels.tobytes()):
@@ -111,9 +89,16 @@ def _describe(files: Files, how: How) -> ShardInfo:
         data = files.read(index).data
         digest.update(hashlib.sha256(data).digest())
         with suppress(BadImageError):
-            sizes.append(len(shrink(data, how.max_side, how.quality)))
-    of_a_shard = max(1, int(how.shard_mb * 2**20 / float(np.mean(sizes or [1]))))
-    return ShardInfo(digest.hexdigest(), how.max_side, how.quality, how.shard_mb, -(-len(files) // of_a_shard))
+            sizes.append(len(shrink(data, options.max_side, options.quality)))
+    of_a_shard = max(1, int(options.shard_mb * 2**20 / float(np.mean(sizes or [1]))))
+    num_shards = -(-len(files) // of_a_shard)
+    return ShardInfo(digest.hexdigest(), options.max_side, options.quality, options.shard_mb, num_shards)
+
+
+def _refuse_others(folder: Path, own: Sequence[str]) -> None:
+    """Raises ValueError if a folder holds anything but hidden files and those that are a pack's own."""
+    if others := sorted(name for name in os.listdir(folder) if name not in own and not name.startswith(".")):
+        raise ValueError(f"{folder} holds something else, {shards.printable(others[0])} for one; name another folder")
 
 
 def _begin(folder: Path, about: ShardInfo) -> ShardInfo:
@@ -122,21 +107,17 @@ def _begin(folder: Path, about: ShardInfo) -> ShardInfo:
     Raises:
         ValueError: it is not, or the folder holds something else.
     """
-    if (folder / INDEX).exists():
-        begun = read_index(folder).about
-    elif (folder / UNFINISHED).exists():
-        try:
-            begun = ShardInfo(**read_json(folder / UNFINISHED))
-        except TypeError as error:
-            raise ValueError(f"{folder / UNFINISHED} is damaged ({error})") from error
+    if (folder / shards.INDEX).exists():
+        begun = shards.read_index(folder).about
+    elif (folder / shards.UNFINISHED).exists():
+        begun = shards.read_json(folder / shards.UNFINISHED, lambda table: ShardInfo(**table))
     else:
-        if others := [name for name in os.listdir(folder) if not name.startswith((".", f"{UNFINISHED}.partial"))]:
-            raise ValueError(f"{folder} holds something else, {printable(others[0])} for one; name another folder")
-        write_json(folder / UNFINISHED, about)
+        _refuse_others(folder, (f"{shards.UNFINISHED}.partial",))
+        shards.write_json(folder / shards.UNFINISHED, about)
         return about
     if begun.source != about.source:
         raise ValueError(
-            f"{folder} holds images of another source, or the source has changed since; remove it to pack anew"
+            f"{folder} holds images of another source, or the source has changed since; remove it to pack again"
         )
     for option in ("max_side", "quality", "shard_mb"):
         if (was := getattr(begun, option)) != (asked := getattr(about, option)):
@@ -146,82 +127,70 @@ def _begin(folder: Path, about: ShardInfo) -> ShardInfo:
 
 def _read_finished(folder: Path) -> dict[str, Shard]:
     """Returns the shards that are complete, by the names of their files."""
-    if (folder / INDEX).exists():
-        shards = list(read_index(folder).shards)
+    if (folder / shards.INDEX).exists():
+        found = list(shards.read_index(folder).shards)
     else:
-        shards = []
+        found = []
         for path in folder.glob("*.array_record.json"):
-            with suppress(ValueError, KeyError, TypeError):  # then its shard is packed again
-                shards.append(make_shard(read_json(path)))
-    return {shard.file: shard for shard in shards if not find_fault(folder, shard)}
+            with suppress(ValueError):  # then its shard is packed again
+                found.append(shards.read_json(path, shards.make_shard))
+    return {shard.file: shard for shard in found if not shards.find_fault(folder, shard)}
 
 
-def _convert(files: Files, how: How, index: int) -> bytes | LeftOut:
+def _convert(files: Files, options: PackOptions, index: int) -> bytes | BadImage:
     """Returns an image's record, or what is wrong with it."""
     name, (data, label) = files.name(index), files.read(index)
     try:
-        return encode_record(name, label, shrink(data, how.max_side, how.quality))
+        return shards.encode_record(name, label, shrink(data, options.max_side, options.quality))
     except BadImageError as error:
-        return LeftOut(index, name, str(error))
+        return BadImage(index, name, str(error))
 
 
-def _write_records(path: Path, converted: Iterator[bytes | LeftOut], done: Callable[[int], None]) -> list[LeftOut]:
-    """Writes a shard's file, and returns what is not in it; `done` is told how many records have come.
+def _write_shard(
+    files: Files, folder: Path, options: PackOptions, name: str, indices: range, report: ReportProgress
+) -> Shard:
+    """Packs a shard, and notes that it is complete.
 
     Raises:
-        OSError: it cannot be written; or an image cannot be read.
+        OSError: the file cannot be written, or an image cannot be read.
     """
-
-    def attempt(do: Callable[..., Any], *arguments: Any) -> None:
-        try:
-            do(*arguments)
-        except RuntimeError as error:  # ArrayRecord's only one
-            reason = str(error).partition(";")[0].removeprefix("write() failed: ")
-            raise OSError(f"{path}: {reason}; what is finished is kept: make room, and start again to go on") from error
-
-    writer, left_out = ArrayRecordWriter(str(path), _WRITER), list[LeftOut]()
-    try:
-        for count, record in enumerate(converted, start=1):
-            if isinstance(record, LeftOut):
-                left_out.append(record)
-            else:
-                attempt(writer.write, record)
-            done(count)
-        attempt(writer.close)
-    except BaseException:
-        with suppress(RuntimeError):
-            writer.close()
-        raise
-    return left_out
-
-
-def _write_shard(files: Files, folder: Path, how: How, name: str, indices: range, report: ReportProgress) -> Shard:
-    """Packs a shard, and notes that it is complete."""
     path = folder / name
-    convert = partial(_convert, files, how)
+    left_out = []
+    convert = partial(_convert, files, options)
     with atomic_write(path, durable=True) as unfinished:
-        with closing(in_order(convert, indices, how.workers)) as converted:
-            left_out = _write_records(
-                unfinished, converted, lambda count: report(folder.name, indices.start + count, len(files))
-            )
-        with unfinished.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        writer = ArrayRecordWriter(str(unfinished), _WRITER)
+        try:
+            with closing(in_order(convert, indices, options.workers)) as converted:
+                for done, record in enumerate(converted, indices.start + 1):
+                    if isinstance(record, BadImage):
+                        left_out.append(record)
+                    else:
+                        writer.write(record)
+                    report(folder.name, done, len(files))
+            writer.close()
+        except RuntimeError as error:  # the only one that ArrayRecord raises
+            reason = str(error).partition(";")[0].removeprefix("write() failed: ")
+            why = "what is finished is kept: make room, and start again to resume"
+            raise OSError(f"{unfinished}: {reason}; {why}") from error
+        finally:
+            with suppress(RuntimeError):  # closing twice does no harm
+                writer.close()
+        digest = shards.digest_file(unfinished)
     shard = Shard(name, len(indices) - len(left_out), path.stat().st_size, digest, tuple(left_out))
-    write_json(folder / f"{name}.json", shard)
+    shards.write_json(folder / f"{name}.json", shard)
     return shard
 
 
-def _end(files: Files, folder: Path, about: ShardInfo, shards: Sequence[Shard]) -> Index:
-    """Marks a split as complete, and removes what only a pack needs that goes on."""
-    kept = np.ones(len(files), bool)
-    kept[[left.index for shard in shards for left in shard.left_out]] = False
-    if not kept.any():
+def _end(files: Files, folder: Path, about: ShardInfo, complete: Sequence[Shard]) -> Index:
+    """Marks a split as complete, and removes the files that only a pack to be resumed needs."""
+    labels = np.delete(files.labels, [bad.index for shard in complete for bad in shard.left_out])
+    if not len(labels):
         raise ValueError(f"{files.root}: none of its {len(files):,} images can be read")
-    counts = np.bincount(files.labels[kept], minlength=len(files.classes))
-    index = Index(about, files.classes, tuple(map(int, counts)), int(kept.sum()), tuple(shards))
-    write_json(folder / INDEX, index)
+    counts = np.bincount(labels, minlength=len(files.classes))
+    index = Index(about, files.classes, tuple(map(int, counts)), len(labels), tuple(complete))
+    shards.write_json(folder / shards.INDEX, index)
     for name in os.listdir(folder):
-        if _OWN.fullmatch(name) and name not in (INDEX, *(shard.file for shard in shards)):
+        if _OWN.fullmatch(name) and name not in (shards.INDEX, *(shard.file for shard in complete)):
             (folder / name).unlink()
     return index
 
@@ -246,7 +215,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def pack_split(files: Files, folder: Path, how: How, report: ReportProgress = lambda *_: None) -> Index:
+def pack_split(files: Files, folder: Path, options: PackOptions, report: ReportProgress = lambda *_: None) -> Index:
     """Packs the images of a split, or what is missing of them.
 
     Raises:
@@ -255,16 +224,19 @@ def pack_split(files: Files, folder: Path, how: How, report: ReportProgress = la
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        about = _begin(folder, _describe(files, how))
+        about = _begin(folder, _describe(files, options))
         bounds = [len(files) * number // about.num_shards for number in range(about.num_shards + 1)]
-        finished, shards = _read_finished(folder), []
+        finished = _read_finished(folder)
+        complete = []
         for number, (start, end) in enumerate(pairwise(bounds)):
-            name = shard_name(number, about.num_shards)
-            shards.append(finished.get(name) or _write_shard(files, folder, how, name, range(start, end), report))
-        return _end(files, folder, about, shards)
+            name = f"shard-{number:05}-of-{about.num_shards:05}.array_record"
+            complete.append(finished.get(name) or _write_shard(files, folder, options, name, range(start, end), report))
+        return _end(files, folder, about, complete)
 
 
-def pack(source: Path, target: Path, how: How, report: ReportProgress = lambda *_: None) -> dict[str, Index]:
+def pack(
+    source: Path, target: Path, options: PackOptions, report: ReportProgress = lambda *_: None
+) -> dict[str, Index]:
     """Packs all splits of a folder of images.
 
     Raises:
@@ -273,14 +245,11 @@ def pack(source: Path, target: Path, how: How, report: ReportProgress = lambda *
     """
     if target.resolve().is_relative_to(source.resolve()):
         raise ValueError(f"{target} lies in {source}, whose images it is to hold; name a folder outside of it")
-    found = find_splits(source)
-    if not found:
+    if not (found := find_splits(source)):
         raise ValueError(
             f"{source} holds none of the folders {', '.join(SPLITS)}; expected {source}/train/CLASS/*.JPEG"
         )
     if target.is_dir():
-        others = sorted(name for name in os.listdir(target) if name not in SPLITS and not name.startswith("."))
-        if others:
-            raise ValueError(f"{target} holds something else, {printable(others[0])} for one; name another folder")
+        _refuse_others(target, SPLITS)
     splits = {name: index_folder(folder) for name, folder in found.items()}
-    return {name: pack_split(files, target / name, how, report) for name, files in splits.items()}
+    return {name: pack_split(files, target / name, options, report) for name, files in splits.items()}

@@ -5,16 +5,17 @@ missing, the pack has not ended. A record is the label (int32), the length of th
 the name, and the image's file.
 """
 
+import hashlib
 import json
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from array_record.python.array_record_module import ArrayRecordReader
 
@@ -26,6 +27,7 @@ INDEX = "index.json"
 UNFINISHED = "unfinished.json"
 """Lies in its place until then: what is being packed, and how."""
 FORMAT = 1
+T = TypeVar("T")
 _HEADER = struct.Struct("<iH")
 _READER = {"options": "readahead_buffer_size:0,max_parallelism:0", "file_reader_buffer_size": 32768}  # for lone records
 
@@ -37,7 +39,7 @@ class ShardInfo:
     Attributes:
         source: SHA-256 of all names and labels, and of some images.
         max_side: pixels of the longer side.
-        quality: of JPEG, for images that were encoded anew.
+        quality: of JPEG, for images that were encoded again.
         shard_mb: MiB of a shard, about.
         num_shards: how many there are.
     """
@@ -50,18 +52,21 @@ class ShardInfo:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """An image that is in no shard.
+class BadImage:
+    """An image that cannot be used.
 
     Attributes:
-        index: of its file in the source.
-        name: of it.
+        index: its index in the source.
+        name: its file name.
         reason: what is wrong with it.
     """
 
     index: int
     name: str
     reason: str
+
+    def __str__(self) -> str:
+        return f"{printable(self.name)}: {printable(self.reason)}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Shard:
     records: int
     size_bytes: int
     sha256: str
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[BadImage, ...]
 
 
 @dataclass(frozen=True)
@@ -111,38 +116,22 @@ def printable(name: str) -> str:
     return name if name.isprintable() else ascii(name)
 
 
-def shard_name(number: int, num_shards: int) -> str:
-    """Returns what a shard's file is called.
-
-    >>> shard_name(1, 5)
-    'shard-00001-of-00005.array_record'
-    """
-    return f"shard-{number:05}-of-{num_shards:05}.array_record"
-
-
 def encode_record(name: str, label: int, data: bytes) -> bytes:
     """Returns an image as a record."""
     encoded = os.fsencode(name)
     return _HEADER.pack(label, len(encoded)) + encoded + data
 
 
-def decode_record(record: bytes) -> tuple[str, Encoded]:
-    """Returns the name in a record, and the image.
-
-    Raises:
-        OSError: it is cut off.
-    """
-    if len(record) < _HEADER.size:
-        raise OSError(f"a record of {len(record)} bytes holds no image")
-    label, length = _HEADER.unpack_from(record)
-    end = _HEADER.size + length
-    return os.fsdecode(record[_HEADER.size : end]), Encoded(record[end:], label)
-
-
 def write_json(path: Path, content: Any) -> None:
     """Writes a dataclass as a JSON file, complete or not at all, even if the power fails."""
     with atomic_write(path, durable=True) as partial:
         partial.write_text(json.dumps({"format": FORMAT} | asdict(content), indent=1) + "\n", encoding="ascii")
+
+
+def digest_file(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_shard(table: Mapping[str, Any]) -> Shard:
@@ -154,11 +143,11 @@ def make_shard(table: Mapping[str, Any]) -> Shard:
     name, records, size_bytes = table["file"], table["records"], table["size_bytes"]
     if Path(name).name != name or not (type(records) is type(size_bytes) is int):
         raise ValueError(f"file={name!r} with records={records!r} and size_bytes={size_bytes!r}")
-    return Shard(name, records, size_bytes, table["sha256"], tuple(LeftOut(**left) for left in table["left_out"]))
+    return Shard(name, records, size_bytes, table["sha256"], tuple(BadImage(**left) for left in table["left_out"]))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the table in a JSON file of this module, without its format.
+def read_json(path: Path, make: Callable[[dict[str, Any]], T]) -> T:
+    """Returns what `make` makes of the table in a JSON file of this module, without its format.
 
     Raises:
         ValueError: it is damaged, or of another format.
@@ -170,7 +159,21 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error})") from error
     if found != FORMAT:
         raise ValueError(f"{path} is of format {found!r}; this version reads format {FORMAT}")
-    return table
+    try:
+        return make(table)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
+
+
+def _make_index(table: Mapping[str, Any]) -> Index:
+    counts = tuple(table["class_examples"])
+    shards = tuple(make_shard(shard) for shard in table["shards"])
+    index = Index(ShardInfo(**table["about"]), tuple(table["classes"]), counts, table["examples"], shards)
+    if not sum(counts) == index.examples == sum(shard.records for shard in shards):
+        raise ValueError(f"examples={index.examples}, with other numbers of them in its classes or shards")
+    if len(counts) != len(index.classes) or len(shards) != index.about.num_shards:
+        raise ValueError(f"{len(index.classes)} classes and {len(shards)} shards")
+    return index
 
 
 def read_index(folder: Path) -> Index:
@@ -182,28 +185,19 @@ def read_index(folder: Path) -> Index:
     """
     if not (path := folder / INDEX).is_file():
         if (folder / UNFINISHED).is_file():
-            raise ValueError(f"{folder}: its pack has not ended; start `python -m trjax.data pack` again to go on")
+            raise ValueError(f"{folder}: its pack has not ended; start `python -m trjax.data pack` again to resume")
         raise ValueError(f"{folder} holds no packed images: {INDEX} is missing")
-    table = read_json(path)
-    try:
-        counts = tuple(table["class_examples"])
-        shards = tuple(make_shard(shard) for shard in table["shards"])
-        index = Index(ShardInfo(**table["about"]), tuple(table["classes"]), counts, table["examples"], shards)
-        if not sum(counts) == index.examples == sum(shard.records for shard in shards):
-            raise ValueError(f"examples={index.examples}, with other numbers of them in its classes or shards")
-        if len(counts) != len(index.classes) or len(shards) != index.about.num_shards:
-            raise ValueError(f"{len(index.classes)} classes and {len(shards)} shards")
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
-    return index
+    return read_json(path, _make_index)
 
 
-def find_fault(folder: Path, shard: Shard) -> str:
-    """Returns what is wrong with a shard's file, as far as its size tells; nothing: ""."""
+def find_fault(folder: Path, shard: Shard, read: bool = False) -> str:
+    """Returns what is wrong with the size of a shard's file or, if it is to be read, its bytes; nothing: ""."""
     if not (path := folder / shard.file).is_file():
         return "it is missing"
-    size_bytes = path.stat().st_size
-    return "" if size_bytes == shard.size_bytes else f"it has {size_bytes:,} bytes, not {shard.size_bytes:,}"
+    if (size_bytes := path.stat().st_size) != shard.size_bytes:
+        return f"it has {size_bytes:,} bytes, not {shard.size_bytes:,}"
+    changed = read and digest_file(path) != shard.sha256
+    return "its bytes have changed since it was packed (SHA-256)" if changed else ""
 
 
 @dataclass(frozen=True)
@@ -259,10 +253,15 @@ class Shards:
         """
         number, position = self._find(index)
         try:
-            return decode_record(self._reader(number).read([position])[0])
+            record = self._reader(number).read([position])[0]
         except RuntimeError as error:  # ArrayRecord's only one
             reason = str(error).partition(" (")[0]
             raise OSError(f"{self.folder / self.shards[number].file}, record {position}: {reason}") from error
+        if len(record) < _HEADER.size:
+            raise OSError(f"a record of {len(record)} bytes holds no image")
+        label, length = _HEADER.unpack_from(record)
+        end = _HEADER.size + length
+        return os.fsdecode(record[_HEADER.size : end]), Encoded(record[end:], label)
 
     def name(self, index: int) -> str:
         """Returns what an image's file was called; if its record is damaged, which one that is."""

@@ -1,21 +1,21 @@
-"""Sources of examples, all behind one interface: a length, and `read` by index."""
+"""Sources of examples with one interface: a length, and `read` by index."""
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from trjax.config.data import FROM_FILES, DataConfig
-from trjax.data.arrays import describe_npz, load_npz
+from trjax.data.arrays import load_npz
 from trjax.data.cifar import load_cifar
+from trjax.data.folders import open_splits
 from trjax.data.image_files import ImageFileSource, count_cores
 from trjax.data.spec import DataSpec
-from trjax.data.splits import open_splits
 from trjax.memory import require_memory
 
 _MOST_WORKERS = 16
@@ -51,7 +51,7 @@ class ArraySource:
     images: np.ndarray
     labels: np.ndarray
     workers: ClassVar[int] = 0
-    problems: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    problems: ClassVar[Mapping[str, str]] = {}
 
     def __len__(self) -> int:
         """Returns the number of examples."""
@@ -102,32 +102,39 @@ _DIGITS = DataSpec((8, 8, 1), 10, 1_437, 360, (0.3053,), (0.3760,))
 # Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI, 1998 (CC BY 4.0), as scikit-learn has and
 # splits them, classes in proportion: importing that takes two seconds.
 _DIGITS_FILE = Path(__file__).with_name("digits.npz")
-_IMAGENET_CLASSES, _IMAGENET_EXAMPLES = 1000, (1_281_167, 50_000)
-
-
-def _image_size(data: DataConfig) -> tuple[int, int]:
-    """Returns the height and width that images come to."""
-    height, width, _ = data.image_shape or (224, 224, 3)
-    return height, width
+_IMAGENET_SIZES = (1000, 1_281_167, 50_000)  # classes, training and test examples
+_IMAGE_SHAPE = (224, 224, 3)
+_CIFAR10_NAMES = "airplane automobile bird cat deer dog frog horse ship truck"
+_CIFAR100_NAMES = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
+forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
+wolf woman worm
+"""
+_CLASS_NAMES = {"digits": "0 1 2 3 4 5 6 7 8 9", "cifar10": _CIFAR10_NAMES, "cifar100": _CIFAR100_NAMES}
 
 
 def _describe_images(data: DataConfig) -> DataSpec:
     """Returns the shapes and sizes of images; without a root, those of ImageNet's 2012 challenge."""
     sizes = (data.num_classes, data.train_examples, data.test_examples)
-    if not data.num_classes:
-        if data.root or data.source == "images":
-            train, test = open_splits(data.root)
-            sizes = (len(train.classes), len(train), len(test))
-        else:
-            sizes = (_IMAGENET_CLASSES, *_IMAGENET_EXAMPLES)
-    return DataSpec((*_image_size(data), 3), *sizes, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    if not data.num_classes and not data.root and data.source == "imagenet":
+        sizes = _IMAGENET_SIZES
+    elif not data.num_classes:
+        train, test = open_splits(data.root)
+        sizes = (len(train.classes), len(train), len(test))
+    height, width, channels = data.image_shape or _IMAGE_SHAPE
+    return DataSpec((height, width, channels), *sizes, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def _load_images(data: DataConfig, seed: int) -> tuple[Source, Source]:
     train, test = open_splits(data.root)
+    height, width, _ = data.image_shape or _IMAGE_SHAPE
     workers = data.workers or min(_MOST_WORKERS, count_cores())
-    make = partial(ImageFileSource, size=_image_size(data), seed=seed, least_area=data.least_area, workers=workers)
-    make = partial(make, stops=data.on_error == "stop")
+    make = partial(ImageFileSource, size=(height, width), seed=seed, least_area=data.least_area)
+    make = partial(make, stops=data.on_error == "stop", workers=workers)
     return make(train), make(test)
 
 
@@ -142,10 +149,23 @@ def describe(data: DataConfig) -> DataSpec:
         sizes = (data.num_classes or 10, data.train_examples or 2048, data.test_examples or 512)
         return DataSpec((height, width, channels), *sizes, (0.5,) * channels, (0.25,) * channels)
     if data.source == "npz":
-        return describe_npz(data)
+        return load_npz(data.root)[0]
     if data.source in ("images", "imagenet"):
         return _describe_images(data)
     return {"digits": _DIGITS, "cifar10": _CIFAR10, "cifar100": _CIFAR100}[data.source]
+
+
+def class_names(data: DataConfig, num_classes: int) -> tuple[str, ...]:
+    """Returns the name of every class, in the order of the labels.
+
+    >>> class_names(DataConfig(source="cifar10"), 10)[3], class_names(DataConfig(source="synthetic"), 2)
+    ('cat', ('class 0', 'class 1'))
+    """
+    known = tuple(_CLASS_NAMES.get(data.source, "").split())
+    if data.source in ("images", "imagenet") and data.root:
+        with suppress(ValueError):  # the images are no longer there
+            known = open_splits(data.root)[0].classes
+    return known or tuple(f"class {index}" for index in range(num_classes))
 
 
 def resolve(data: DataConfig) -> DataConfig:
@@ -175,14 +195,14 @@ def load(data: DataConfig, seed: int = 0) -> tuple[Source, Source]:
     """
     if data.source in ("images", "imagenet"):
         return _load_images(data, seed)
-    if data.source in ("cifar10", "cifar100"):
-        train, test = load_cifar(data.source, data.root)
-        return ArraySource(*train), ArraySource(*test)
     if data.source == "synthetic":
         spec = describe(data)
         _check_synthetic(spec)
         return _synthesise(spec, spec.train_examples, 0), _synthesise(spec, spec.test_examples, 1)
-    train, test = load_npz(str(_DIGITS_FILE) if data.source == "digits" else data.root)
+    if data.source in ("cifar10", "cifar100"):
+        train, test = load_cifar(data.source, data.root)
+    else:
+        _, train, test = load_npz(str(_DIGITS_FILE) if data.source == "digits" else data.root)
     return ArraySource(*train), ArraySource(*test)
 
 

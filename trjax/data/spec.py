@@ -13,7 +13,7 @@ class DataSpec:
         train_examples: length of the training source.
         test_examples: length of the test source.
         mean: per channel, of pixels scaled to [0, 1].
-        std: likewise.
+        std: per channel, of pixels scaled to [0, 1].
     """
 
     image_shape: tuple[int, int, int]

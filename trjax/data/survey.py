@@ -1,58 +1,22 @@
 """What is in a folder of images, packed or not: whether all can be read, how many, how large, how bright."""
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import cv2
 import numpy as np
 
-from trjax.data.folders import Files, index_folder
+from trjax.data.folders import Files, find_splits, index_folder, is_packed, open_split
 from trjax.data.image_files import ImageFiles, ReportProgress
 from trjax.data.images import open_image
 from trjax.data.jpeg import BadImageError
 from trjax.data.pack import in_order
-from trjax.data.shards import Shard, Shards, find_fault, printable, read_index
-from trjax.data.splits import find_splits, is_packed, open_split
+from trjax.data.shards import BadImage, Shards, find_fault, printable, read_index
 from trjax.text import format_table
 
-
-@dataclass(frozen=True)
-class Damage:
-    """What cannot be read.
-
-    Attributes:
-        name: of an image or a shard.
-        reason: what is wrong with it.
-    """
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{printable(self.name)}: {printable(self.reason)}"
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What some images are like.
-
-    Attributes:
-        heights: of each that can be read.
-        widths: likewise.
-        mean: of each channel of pixels in [0, 1]; every image counts the same, whatever its size.
-        std: likewise.
-        damaged: images that cannot be read.
-    """
-
-    heights: np.ndarray
-    widths: np.ndarray
-    mean: np.ndarray
-    std: np.ndarray
-    damaged: tuple[Damage, ...]
+T = TypeVar("T")
 
 
 def _splits(folder: Path) -> dict[str, Path]:
@@ -62,162 +26,116 @@ def _splits(folder: Path) -> dict[str, Path]:
     return {folder.name: folder} if is_packed(folder) else find_splits(folder) or {folder.name: folder}
 
 
-@dataclass(frozen=True)
-class Verified:
-    """What is wrong with a split.
-
-    Attributes:
-        examples: images that are to be there.
-        shards: of them that are damaged.
-        images: that are damaged, as far as their shards are there.
-        left_out: images that were not packed, since they were damaged then.
-    """
-
-    examples: int
-    shards: tuple[Damage, ...]
-    images: tuple[Damage, ...]
-    left_out: int = 0
-
-
-def _check(images: ImageFiles, index: int) -> Damage | None:
-    """Reads and decodes an image, and returns what is wrong with it."""
+def _read_one(images: ImageFiles, use: Callable[[np.ndarray], T], index: int) -> BadImage | T:
+    """Decodes an image, and returns what `use` returns for its pixels."""
     try:
         data, label = images.read(index)
         if not 0 <= label < len(images.classes):
             raise BadImageError(f"its label is {label}, of {len(images.classes)} classes")
-        open_image(data).decode()
+        return use(open_image(data).decode())
     except (BadImageError, OSError) as error:
-        return Damage(images.name(index), str(error))
-    return None
+        return BadImage(index, images.name(index), str(error))
 
 
-def _check_shard(folder: Path, shard: Shard) -> str:
-    """Returns what is wrong with a shard's file; nothing: ""."""
-    if fault := find_fault(folder, shard):
-        return fault
-    with (folder / shard.file).open("rb") as file:
-        changed = hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256
-    return "its bytes have changed since it was packed (SHA-256)" if changed else ""
+def _read_each(
+    images: ImageFiles, use: Callable[[np.ndarray], T], order: Sequence[int], workers: int, report: Callable[..., None]
+) -> tuple[list[T], list[BadImage]]:
+    """Returns the results of `use` for images, by index, and the images that cannot be read."""
+    results, bad = [], []
+    for done, found in enumerate(in_order(partial(_read_one, images, use), order, workers), start=1):
+        report(done, len(order))
+        if isinstance(found, BadImage):
+            bad.append(found)
+        else:
+            results.append(found)
+    return results, bad
 
 
-def verify_split(folder: Path, workers: int, report: ReportProgress = lambda *_: None) -> Verified:
-    """Reads all images of a split, and returns what is damaged.
+def _verify_split(folder: Path, workers: int, report: ReportProgress) -> tuple[list[str], str]:
+    """Reads all images of a split; returns a line for each damaged shard and image, and a summary."""
+    if packed := is_packed(folder):
+        index = read_index(folder)
+        faults = {shard.file: fault for shard in index.shards if (fault := find_fault(folder, shard, read=True))}
+        readable = tuple(shard for shard in index.shards if not find_fault(folder, shard))
+        images: ImageFiles = Shards(folder, index.classes, readable)
+        left_out = sum(len(shard.left_out) for shard in index.shards)
+    else:
+        images = index_folder(folder)
+        faults, left_out = {}, 0
+    _, bad = _read_each(images, np.size, range(len(images)), workers, partial(report, folder.name))
+    summary = f"{index.examples if packed else len(images):,} images; "
+    summary += (f"{len(faults)} shards and " if packed else "") + f"{len(bad)} images damaged"
+    summary += f"; {left_out:,} were left out when it was packed" if left_out else ""
+    return [f"{printable(file)}: {fault}" for file, fault in faults.items()] + [str(image) for image in bad], summary
+
+
+def verify(folder: Path, workers: int, report: ReportProgress = lambda *_: None) -> tuple[str, bool]:
+    """Reads all images of a folder; returns a line for each that is damaged, a summary, and whether none is.
 
     Raises:
         ValueError: the folder holds no images, or no complete pack of them.
         OSError: a folder cannot be read.
     """
-    images: ImageFiles
-    shards: tuple[Shard, ...] = ()
-    faults = {}
-    if is_packed(folder):
-        index = read_index(folder)
-        shards = index.shards
-        faults = {shard: fault for shard in shards if (fault := _check_shard(folder, shard))}
-        images = Shards(folder, index.classes, tuple(shard for shard in shards if not find_fault(folder, shard)))
-    else:
-        images = index_folder(folder)
-    damaged = []
-    for done, found in enumerate(in_order(partial(_check, images), range(len(images)), workers), start=1):
-        report(folder.name, done, len(images))
-        if found is not None:
-            damaged.append(found)
-    return Verified(
-        sum(shard.records for shard in shards) or len(images),
-        tuple(Damage(shard.file, fault) for shard, fault in faults.items()),
-        tuple(damaged),
-        sum(len(shard.left_out) for shard in shards),
-    )
-
-
-def verify(folder: Path, workers: int, report: ReportProgress = lambda *_: None) -> tuple[str, bool]:
-    """Reads all images of a folder, and returns a line for each that is damaged, a summary, and whether all is well.
-
-    Raises:
-        ValueError: see `verify_split`.
-        OSError: likewise.
-    """
-    lines, sound = [], True
+    lines: list[str] = []
+    sound = True
     for name, path in _splits(folder).items():
-        found = verify_split(path, workers, report)
-        lines += [f"{name}: {each}" for each in (*found.shards, *found.images)]
-        shards = f"{len(found.shards)} shards and " if is_packed(path) else ""
-        left_out = f"; {found.left_out:,} were left out when it was packed" if found.left_out else ""
-        lines.append(f"{name}: {found.examples:,} images; {shards}{len(found.images)} images damaged{left_out}")
-        sound &= not (found.shards or found.images)
+        damaged, summary = _verify_split(path, workers, report)
+        lines += [f"{name}: {line}" for line in (*damaged, summary)]
+        sound &= not damaged
     return "\n".join(lines), sound
 
 
-def _measure(images: ImageFiles, index: int) -> Damage | tuple[int, int, np.ndarray, np.ndarray]:
+def _measure(pixels: np.ndarray) -> tuple[int, int, np.ndarray, np.ndarray]:
     """Returns an image's height and width, and the mean and the mean square of each channel."""
-    try:
-        pixels = open_image(images.read(index).data).decode()
-    except (BadImageError, OSError) as error:
-        return Damage(images.name(index), str(error))
     mean, std = (value[:, 0] / 255 for value in cv2.meanStdDev(pixels))
     return *pixels.shape[:2], mean, std**2 + mean**2
 
 
-def survey(
-    images: ImageFiles, most: int, workers: int, report: ReportProgress = lambda *_: None, split: str = ""
-) -> Survey:
-    """Returns what images are like, from some of them.
-
-    Args:
-        images: to look at.
-        most: to look at, at most; they lie evenly spread.
-        workers: threads.
-        report: is told how many are done.
-        split: what they are called there.
-    """
-    count = min(most, len(images))
-    indices = [len(images) * number // count for number in range(count)]
-    found, damaged = [], []
-    for done, one in enumerate(in_order(partial(_measure, images), indices, workers), start=1):
-        report(split, done, count)
-        if isinstance(one, Damage):
-            damaged.append(one)
-        else:
-            found.append(one)
-    if not found:
-        return Survey(np.empty(0), np.empty(0), np.full(3, np.nan), np.full(3, np.nan), tuple(damaged))
-    heights, widths, means, squares = (np.array(values) for values in zip(*found, strict=True))
-    mean = means.mean(0)
-    std = np.sqrt(np.maximum(squares.mean(0) - mean**2, 0))
-    return Survey(heights, widths, mean, std, tuple(damaged))
+def _format_range(name: str, values: Sequence[int]) -> list[Any]:
+    found = [f"{of(values):g}" for of in (np.min, np.median, np.max)] if len(values) else [""] * 3
+    return [name, *found]
 
 
-def _count_classes(folder: Path, images: ImageFiles) -> np.ndarray:
-    """Returns the number of images of each class."""
+def _describe_split(name: str, folder: Path, most: int, workers: int, report: ReportProgress) -> str:
+    """Returns the lines on one split; each image has the same weight in the means, whatever its size."""
+    images = open_split(folder)
     if isinstance(images, Files):
-        return np.bincount(images.labels, minlength=len(images.classes))
-    return np.array(read_index(folder).class_examples)
-
-
-def _spread(name: str, values: np.ndarray) -> list[Any]:
-    if not len(values):
-        return [name, "", "", ""]
-    return [name, *(f"{value:g}" for value in (values.min(), np.median(values), values.max()))]
-
-
-def _format(name: str, images: ImageFiles, counts: np.ndarray, found: Survey) -> Sequence[str]:
-    """Returns the lines on one split."""
-    looked_at = len(found.heights) + len(found.damaged)
+        counts: Sequence[int] = np.bincount(images.labels, minlength=len(images.classes)).tolist()
+    else:
+        counts = read_index(folder).class_examples
+    total = min(most, len(images))
+    indices = [len(images) * number // total for number in range(total)]
+    measured, bad = _read_each(images, _measure, indices, workers, partial(report, name))
+    heights, widths, means, squares = zip(*measured, strict=True) if measured else ((), (), [np.full(3, np.nan)], [0.0])
+    mean = np.mean(means, axis=0)
+    std = np.sqrt(np.maximum(np.mean(squares, axis=0) - mean**2, 0))
     rows = [
-        _spread("images of a class", counts),
-        _spread("width", found.widths),
-        _spread("height", found.heights),
+        _format_range("images of a class", counts),
+        _format_range("width", widths),
+        _format_range("height", heights),
     ]
-    lines = [f"{name}: {len(images):,} images of {len(counts):,} classes; {looked_at:,} of them looked at"]
-    lines += format_table(["", "min", "median", "max"], rows).splitlines()
-    for what, values in (("mean", found.mean), ("std", found.std)):
-        lines.append(f"{what} of red, green, blue in [0, 1]: {', '.join(f'{value:.4f}' for value in values)}")
-    lines.append(f"{len(found.damaged)} damaged" + (":" if found.damaged else ""))
-    return lines + [f"  {each}" for each in found.damaged]
+    return "\n".join(
+        [
+            f"{name}: {len(images):,} images of {len(counts):,} classes; {total:,} of them looked at",
+            format_table(["", "min", "median", "max"], rows),
+            *(
+                f"{what} of red, green, blue in [0, 1]: {', '.join(f'{value:.4f}' for value in values)}"
+                for what, values in (("mean", mean), ("std", std))
+            ),
+            f"{len(bad)} damaged" + (":" if bad else ""),
+            *(f"  {image}" for image in bad),
+        ]
+    )
 
 
 def describe_folder(folder: Path, most: int, workers: int, report: ReportProgress = lambda *_: None) -> str:
-    """Returns how many images there are, and what `survey` finds in some of them, for each split of a folder.
+    """Returns how many images each split of a folder holds, and what some of them are like.
+
+    Args:
+        folder: of the splits, or one of them.
+        most: images of a split to decode, at most; they are evenly spaced.
+        workers: threads.
+        report: is called with the progress.
 
     Raises:
         ValueError: the folder holds no images, or no complete pack of them.
@@ -225,9 +143,4 @@ def describe_folder(folder: Path, most: int, workers: int, report: ReportProgres
     """
     if most < 1:
         raise ValueError(f"most={most}: must be positive")
-    parts = []
-    for name, path in _splits(folder).items():
-        images = open_split(path)
-        found = survey(images, most, workers, report, name)
-        parts.append("\n".join(_format(name, images, _count_classes(path, images), found)))
-    return "\n\n".join(parts)
+    return "\n\n".join(_describe_split(name, path, most, workers, report) for name, path in _splits(folder).items())

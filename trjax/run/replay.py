@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trjax.config.run import Config
-from trjax.data.batches import Batch
-from trjax.data.mixing import Inputs
+from trjax.data.batches import Batch, Inputs
 from trjax.data.sources import describe, load
 from trjax.keys import stream_key
 from trjax.mesh import make_mesh, start_platform

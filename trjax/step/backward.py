@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trjax.data.batches import Batch
-from trjax.data.mixing import Inputs
+from trjax.data.batches import Batch, Inputs
 from trjax.keys import stream_key
 from trjax.models.chain import apply_chain, list_spans, segment_keys
 from trjax.step import collectives
