@@ -5,8 +5,8 @@ import pytest
 from jax.experimental import topologies
 
 from trjax.config.presets import preset_config
+from trjax.explain import step
 from trjax.explain.__main__ import main
-from trjax.explain.step import explain_step
 from trjax.run.fit import fit
 
 STEP = ["step", "--preset", "cifar10-resnet20", "--model.arch", "resnet8", "--topology", "1x2"]
@@ -54,7 +54,7 @@ def test_step_of_a_target_that_is_not_here(capsys: pytest.CaptureFixture[str], t
     assert "NOT OK" not in out
     assert out.count("\nok ") == 8
     assert "compiled without the device" in out
-    assert Path("step.txt").read_text().startswith("HloModule jit_block_step, is_scheduled=true")
+    assert Path("step.txt").read_text().startswith("HloModule jit_update, is_scheduled=true")
     assert Path("step.png").stat().st_size > 10_000
     table = json.loads(Path("step.json").read_text())
     assert [row["group"] for row in table["collectives"]] == ["deep", "first"]
@@ -84,7 +84,7 @@ def test_the_step_is_the_one_that_train_runs(monkeypatch: pytest.MonkeyPatch, tm
 
     monkeypatch.setattr("trjax.step.program.make_train_step", stop)
     with pytest.raises(ValueError, match="the one factory"):
-        explain_step(STEP[1:])
+        step.main(STEP[1:])
     with pytest.raises(ValueError, match="the one factory"):
         fit(preset_config("digits"))
 

@@ -162,7 +162,7 @@ def test_an_export_holds_the_running_means_and_starts_another_run(
     jax.tree.map(np.testing.assert_array_equal, tuned.params, model.params)
     fewer = replace(slow, workdir="fewer", data=replace(DATA, num_classes=7))
     fit(fewer)
-    assert "has no head/fc/bias, head/fc/kernel of this size: these begin anew" in capsys.readouterr().out
+    assert "has no head/fc/bias, head/fc/kernel of this size: these start from random values" in capsys.readouterr().out
     assert name_leaves(open_model(Path("fewer")).params)["head/fc/kernel"].shape == (16, 7)
 
 

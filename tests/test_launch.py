@@ -158,7 +158,7 @@ def test_the_death_of_one_ends_all_and_loses_nothing(environment: dict[str, str]
     [
         (["--processes", "0"], "processes=0: must be from 1 to 1024"),
         (["--processes", "100000"], "processes=100000: must be from 1 to 1024"),
-        (["--gpus-per-process", "-1"], "gpus_per_process=-1: must be positive"),
+        (["--gpus-per-process", "-1"], "gpus_per_process=-1: must be from 0 to 1024"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def final_state(workdir: str, config: Config, devices: str = "0") -> Any:
 def test_a_run_from_the_command_line(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         assert main([*TINY, "--epochs", "2", "--devices", "0-2", "--log-every", "2"]) == 0
-    for program in ("block_step", "accumulate", "reduce_totals"):
+    for program in ("update", "accumulate", "reduce_totals"):
         compiled = [record for record in caplog.records if f"Compiling jit({program})" in record.getMessage()]
         assert len(compiled) == 1, program
     (workdir,) = Path("runs").iterdir()

@@ -6,30 +6,31 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Annotated
 
-import tyro
+from pydantic import Field
 
+from trjax.commands import read_options
+from trjax.config.checks import Checked
 from trjax.run.signals import STOPPED
 
 _GRACE_SECONDS = 60  # for the others to end by themselves, once one has failed
-_MAX_PROCESSES = 1024
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2), Linux
 
 
 @dataclass(frozen=True)
-class Options:
-    """Run `python -m trjax.train` as several processes on this machine; its arguments follow behind `--`."""
+class LaunchOptions(Checked):
+    """Run `python -m trjax.train` as several processes on this machine; its arguments follow after `--`."""
 
-    processes: int = 2
-    """How many."""
-    gpus_per_process: int = 0
-    """GPUs that each process gets, in order; 0: all processes see all devices. On the CPU, give --devices to train."""
+    processes: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Number of processes."""
+    gpus_per_process: Annotated[int, Field(ge=0, le=1024)] = 0
+    """GPUs of each process, in order; 0: all processes see all devices. For CPU devices, pass --devices to train."""
 
 
 def free_port() -> int:
@@ -45,11 +46,10 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
-def _start(options: Options, index: int, port: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
+def _start(options: LaunchOptions, index: int, port: int, arguments: Sequence[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if options.gpus_per_process:
-        first = index * options.gpus_per_process
-        own = range(first, first + options.gpus_per_process)
+        own = range(index * options.gpus_per_process, (index + 1) * options.gpus_per_process)
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, own))
     found_by = ["--coordinator", f"127.0.0.1:{port}"]
     found_by += ["--num-processes", str(options.processes), "--process-id", str(index)]
@@ -65,14 +65,10 @@ def _start(options: Options, index: int, port: int, arguments: Sequence[str]) ->
     )
 
 
-def _prefix(index: int, lines: IO[str]) -> None:
-    for line in lines:
+def _prefix(index: int, lines: IO[str] | None) -> None:
+    for line in lines or ():
         with suppress(OSError):  # nobody reads it any more; the processes go on
             print(f"[{index}] {line}", end="", flush=True)
-
-
-def _describe(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
@@ -84,7 +80,8 @@ def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
         if failed and not first:
             (index, first), deadline = failed[0], time.monotonic() + _GRACE_SECONDS
             if first != STOPPED:
-                print(f"process {index} was the first to end, {_describe(first)}", file=sys.stderr)
+                how = f"by {signal.Signals(-first).name}" if first < 0 else f"with exit code {first}"
+                print(f"process {index} was the first to end, {how}", file=sys.stderr)
         if None not in codes:
             return first
         if time.monotonic() > deadline:
@@ -93,43 +90,31 @@ def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
         time.sleep(0.05)
 
 
-def launch(options: Options, arguments: Sequence[str]) -> int:
-    """Runs the processes and returns the exit code of the first that failed, or 0; SIGINT and SIGTERM go to all.
-
-    Raises:
-        ValueError: there are none or too many.
-    """
-    if not 1 <= options.processes <= _MAX_PROCESSES:
-        raise ValueError(f"processes={options.processes}: must be from 1 to {_MAX_PROCESSES}")
-    if options.gpus_per_process < 0:
-        raise ValueError(f"gpus_per_process={options.gpus_per_process}: must be positive, or 0 to share all")
-    port = free_port()
+def launch(options: LaunchOptions, arguments: Sequence[str]) -> int:
+    """Runs the processes and returns the exit code of the first that failed, or 0; SIGINT and SIGTERM go to all."""
     children: list[subprocess.Popen[str]] = []
 
-    def pass_on(number: int, _frame: object) -> None:
+    def forward_signal(number: int, _frame: object) -> None:
         for child in children:
             with suppress(ProcessLookupError):
                 child.send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
+        signal.signal(number, forward_signal)
+    port = free_port()
     for index in range(options.processes):
         children.append(_start(options, index, port, arguments))
-    readers = [threading.Thread(target=_prefix, args=pair) for pair in enumerate(child.stdout for child in children)]
-    for reader in readers:
-        reader.start()
-    code = _wait(children)
-    for reader in readers:
-        reader.join()
-    return 128 - code if code < 0 else code  # as a shell tells of a signal
+    with ThreadPoolExecutor(options.processes) as readers:
+        readers.map(_prefix, range(options.processes), [child.stdout for child in children])
+        code = _wait(children)
+    return 128 - code if code < 0 else code  # as a shell reports a signal
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     try:
-        options = tyro.cli(Options, prog="python -m trjax.launch", args=list(arguments[:split]))
-        return launch(options, arguments[split + 1 :])
+        return launch(read_options("python -m trjax.launch", LaunchOptions, arguments[:split]), arguments[split + 1 :])
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,17 +1,17 @@
-"""`python -m trjax.report RUN ...`: what runs came to, on one page of its own."""
+"""`python -m trjax.report RUN ...`: the results of one run, or of several, on one page."""
 
 import csv
 import html
 import io
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trjax.audit.figures import make_timeline
@@ -28,32 +28,34 @@ th { text-align: left; } td.number { text-align: right; font-variant-numeric: ta
 pre { overflow-x: auto; background: #f6f6f6; padding: .8rem; font-size: 12px; } svg { max-width: 100%; height: auto; }
 """
 _LINES = {"train": "-", "test": "--", "ema": ":"}
+_PANELS = [("loss", 1, "loss"), ("top1", 100, "top-1 (%)")]
+_PANELS += [("images_per_second", 1, "training images/s"), ("learning_rate", 1, "learning rate")]
 
 
 @dataclass(frozen=True)
-class Options:
+class ReportOptions:
     """Write a page about one run, or several side by side: curves, throughput, options, what the step compiles to."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Their folders."""
+    """Folders of the runs."""
     out: str = ""
-    """The page; empty: report.html in the first run's folder."""
+    """File to write; empty: report.html in the first run's folder."""
     csv: str = ""
-    """File for all records of all runs."""
+    """CSV file to write all records of all runs to; empty: none."""
     target: str = "h100"
-    """GPU to compile each run's step for; empty: nothing is compiled."""
+    """GPU to compile each run's step for: a100, h100, h200 or b200; empty: trjax compiles nothing."""
     topology: str = "1x8"
-    """HOSTSxGPUS."""
+    """Hosts and GPUs of each host to compile for, HOSTSxGPUS."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is known of a run.
+class RunRecords:
+    """A run as its folder describes it.
 
     Attributes:
-        name: of its folder.
+        name: its name on the page.
         config: its options.
-        records: its lines.
+        records: the lines of its `metrics.jsonl`.
     """
 
     name: str
@@ -65,60 +67,46 @@ class Run:
         return [record for record in self.records if record.split == split]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, name: str) -> RunRecords:
     """Reads a run's options and records.
 
     Raises:
-        ValueError: there is no run, or nothing recorded of it.
+        ValueError: there is no run, or it has no records.
     """
     config, records = read_config(folder), read_metrics(folder / "metrics.jsonl")
     if not records:
         raise ValueError(f"{folder} has no records yet")
-    return Run(folder.name, config, records)
+    return RunRecords(name, config, records)
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Returns the shortest ends of paths that tell them apart.
+    """Returns paths without the parents that all of them share.
 
     >>> name_runs([Path("/a/x/run"), Path("/a/y/run")])
     ['x/run', 'y/run']
     """
     paths = [folder.resolve() for folder in folders]
-    for length in range(1, max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            return names
-    return [str(path) for path in paths]
+    parent = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(parent)) for path in paths]
 
 
-def _draw(axes: Axes, runs: Sequence[Run], value: str, splits: Sequence[str], factor: float = 1.0) -> None:
-    colors = colormaps["tab10"].colors  # type: ignore[attr-defined]
-    for run, color in zip(runs, colors * len(runs), strict=False):
-        for split in splits:
-            records = run.of(split)
-            if records:
-                label = f"{run.name}, {split}" if len(runs) > 1 else split
-                points = [(record.step, factor * getattr(record, value)) for record in records]
-                (line,) = axes.plot(*zip(*points, strict=True), _LINES[split], color=color, label=label, markersize=3)
-                line.set_marker("o" if len(records) < 30 else "")
-    axes.set_xlabel("step")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def draw_curves(runs: Sequence[Run]) -> Figure:
+def draw_curves(runs: Sequence[RunRecords]) -> Figure:
     """Draws loss, top-1, throughput and learning rate over the steps."""
     figure = Figure(figsize=(11, 7), layout="constrained")
-    loss, top1, speed, rate = figure.subplots(2, 2).flat
-    everything = ("train", "test", "ema")
-    _draw(loss, runs, "loss", everything)
-    _draw(top1, runs, "top1", everything, 100)
-    _draw(speed, runs, "images_per_second", ("train",))
-    _draw(rate, runs, "learning_rate", ("train",))
-    for axes, label in ((loss, "loss"), (top1, "top-1 (%)"), (speed, "training images/s"), (rate, "learning rate")):
-        axes.set_ylabel(label)
-    speed.set_ylim(bottom=0)
-    figure.legend(*loss.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    colors = colormaps["tab10"].colors  # type: ignore[attr-defined]
+    for axes, (value, factor, label) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+        for run, color in zip(runs, colors * len(runs), strict=False):
+            for split in _LINES if value in ("loss", "top1") else ["train"]:
+                if records := run.of(split):
+                    points = [(record.step, factor * getattr(record, value)) for record in records]
+                    name = f"{run.name}, {split}" if len(runs) > 1 else split
+                    style = {"color": color, "label": name, "markersize": 3, "marker": "o" if len(points) < 30 else ""}
+                    axes.plot(*zip(*points, strict=True), _LINES[split], **style)
+        axes.set(xlabel="step", ylabel=label)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[2].set_ylim(bottom=0)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -139,8 +127,8 @@ def _to_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return f"<table>\n<tr>{top}</tr>\n{body}</table>"
 
 
-def summarise(run: Run) -> list[Any]:
-    """Returns a run's row: where it is, what it came to, how fast it was."""
+def summarise(run: RunRecords) -> list[Any]:
+    """Returns a run's row of the table: its progress, its results, its throughput."""
     tests, trained = run.of("test"), run.of("train")
     best = max(tests, key=lambda record: record.top1, default=None)
     speeds = sorted(record.images_per_second for record in trained)
@@ -150,17 +138,14 @@ def summarise(run: Run) -> list[Any]:
     return [*row, sum(record.skipped for record in trained)]
 
 
-def find_differences(runs: Sequence[Run]) -> list[list[str]]:
+def find_differences(runs: Sequence[RunRecords]) -> list[list[str]]:
     """Returns the options in which runs differ, with each one's value."""
     options = [flat_options(asdict(run.config)) for run in runs]
-    return [
-        [name, *(str(own[name]) for own in options)]
-        for name in options[0]
-        if len({str(own[name]) for own in options}) > 1
-    ]
+    rows = [[name, *(str(own[name]) for own in options)] for name in options[0]]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _explain(run: Run, options: Options) -> str:
+def _explain(run: RunRecords, options: ReportOptions) -> str:
     """Returns what a run's step compiles to, as a part of the page; or why not."""
     title = f"<h3>{html.escape(run.name)}</h3>"
     try:
@@ -171,7 +156,7 @@ def _explain(run: Run, options: Options) -> str:
     return f"{title}{figure}<pre>{html.escape(format_report(found.report))}</pre>"
 
 
-def make_page(runs: Sequence[Run], options: Options) -> str:
+def make_page(runs: Sequence[RunRecords], options: ReportOptions) -> str:
     """Returns the page: everything it shows is in it."""
     header = ["run", "preset", "epoch", "step", "last test top-1", "best", "last loss", "images/s", "skipped"]
     parts = ["<h1>trjax</h1>", _to_table(header, [summarise(run) for run in runs]), _to_svg(draw_curves(runs))]
@@ -190,7 +175,7 @@ def make_page(runs: Sequence[Run], options: Options) -> str:
 """
 
 
-def write_csv(path: Path, runs: Sequence[Run]) -> None:
+def write_csv(path: Path, runs: Sequence[RunRecords]) -> None:
     """Writes all records of all runs, one a line."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
@@ -198,17 +183,16 @@ def write_csv(path: Path, runs: Sequence[Run]) -> None:
         writer.writerows([run.name, *asdict(record).values()] for run in runs for record in run.records)
 
 
-def write_report(options: Options) -> str:
+def write_report(options: ReportOptions) -> str:
     """Writes the page, and the table if asked for, and returns where the page is.
 
     Raises:
-        ValueError: there is no run, or nothing recorded of it.
+        ValueError: there is no run, or it has no records.
         OSError: a file cannot be written.
     """
     if not options.runs:
         raise ValueError("name at least one run's folder")
-    named = zip(options.runs, name_runs(options.runs), strict=True)
-    runs = [replace(read_run(folder), name=name) for folder, name in named]
+    runs = list(map(read_run, options.runs, name_runs(options.runs)))
     path = Path(options.out) if options.out else options.runs[0] / "report.html"
     if not path.parent.is_dir():
         raise ValueError(f"{path}: its folder does not exist")
@@ -220,7 +204,7 @@ def write_report(options: Options) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code: 0, or 2 for a mistake."""
-    return run_command("python -m trjax.report", Options, write_report, arguments)
+    return run_command("python -m trjax.report", ReportOptions, write_report, arguments)
 
 
 if __name__ == "__main__":

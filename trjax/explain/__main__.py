@@ -3,27 +3,15 @@
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 _USAGE = """usage: python -m trjax.explain COMMAND [OPTIONS]
 
   plan   the table of groups and regions: where every gradient lives
-  step   compile the train step, for GPUs that need not be here: every collective, what hides it, what it costs
+  step   compile the train step, for GPUs that need not be here: every collective, its cost, what hides it
   cost   what each way to sum over ranks takes, by formulas alone, and where each wins
 
 `python -m trjax.explain COMMAND --help` lists the options: for plan and step those of trjax.train and a few more."""
-
-
-def _explain(command: str, arguments: Sequence[str]) -> int:
-    # Imported here, since JAX takes seconds to import, and formulas do not need it.
-    if command == "cost":
-        from trjax.explain.cost import describe_costs
-
-        print(describe_costs(arguments))
-        return 0
-    from trjax.explain.plan import explain_plan
-    from trjax.explain.step import explain_step
-
-    return explain_plan(arguments) if command == "plan" else explain_step(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,11 +19,11 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if arguments else 2
-    if arguments[0] not in ("plan", "step", "cost"):
-        print(f"error: unknown command {arguments[0]!r}\n{_USAGE}", file=sys.stderr)
-        return 2
     try:
-        return _explain(arguments[0], arguments[1:])
+        if arguments[0] not in ("plan", "step", "cost"):
+            raise ValueError(f"unknown command {arguments[0]!r}\n{_USAGE}")
+        # Imported here, since JAX takes seconds to import, and formulas do not need it.
+        return import_module(f"trjax.explain.{arguments[0]}").main(arguments[1:])
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,9 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Annotated
 
-import tyro
+from pydantic import Field
 
+from trjax.commands import read_options
+from trjax.config.checks import Checked
+from trjax.config.fields import rule
 from trjax.cost.algorithms import Cost
 from trjax.cost.collectives import CALL_SECONDS, predict_algorithms, predict_efficiency, predict_speedup
 from trjax.cost.machines import (
@@ -19,74 +23,54 @@ from trjax.cost.machines import (
 from trjax.cost.targets import find_target
 from trjax.text import format_table
 
-_MAX_RANKS, _MAX_BYTES, _MAX_GBYTES, _MAX_MICROSECONDS = 2**20, 1e15, 1e6, 1e6
 _LAST_RANKS = 4096  # of the tables over ranks
+_Rate = Annotated[float | None, Field(ge=1e-6, le=1e6)]
+_Microseconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True)
-class CostOptions:
-    """What each way to sum over ranks takes, and where each wins."""
+class CostOptions(Checked):
+    """Print what each way to sum over ranks takes, and where each wins."""
 
-    bytes: float = 102_440_624
-    """That each rank holds and wants summed; if left out, ResNet-50's gradients in float32."""
-    ranks: int = 64
+    bytes: Annotated[float, Field(ge=1, le=1e15)] = 102_440_624
+    """Bytes that each rank holds and wants summed; by default ResNet-50's gradients in float32."""
+    ranks: Annotated[int, Field(ge=1, le=2**20), rule(lambda ranks: ranks > 1, "one rank has nothing to sum")] = 64
     """GPUs in all."""
-    gpus_per_host: int = 8
-    """With no more ranks than this there is one host."""
+    gpus_per_host: Annotated[int, Field(ge=1, le=1024)] = 8
+    """GPUs of each host; no more ranks than this are one host."""
     target: str = "h100"
     """GPU whose data sheet gives the rates left out below: a100, h100, h200 or b200."""
-    link_gbytes: float | None = None
+    link_gbytes: _Rate = None
     """GB/s, one direction, of the slowest link: of each GPU's to other hosts, or with one host of NVLink."""
-    nvlink_gbytes: float | None = None
+    nvlink_gbytes: _Rate = None
     """GB/s, one direction, of each GPU's link in the host."""
-    efficiency: float | None = None
-    """Share of the slowest link's rate that is reached; if left out, 1 for a given rate, 0.8 of a data sheet's."""
-    channels: int = 1
+    efficiency: Annotated[float | None, Field(ge=1e-3, le=1)] = None
+    """Share of the slowest link's rate that is reached; by default 1 for a given rate, 0.8 of a data sheet's."""
+    channels: Annotated[int, Field(ge=1, le=1024)] = 1
     """Rings or trees in parallel, each of which leaves a host over another GPU's link; hierarchical uses all links."""
-    latency_us: float = NETWORK_LATENCY_SECONDS * 1e6
-    """Of a message between hosts."""
-    nvlink_latency_us: float = NVLINK_LATENCY_SECONDS * 1e6
-    """Of a message in the host."""
-    call_us: float = CALL_SECONDS * 1e6
-    """Of a collective, whatever it sends."""
-    compute_ms: float | None = None
-    """Of a step without communication: adds the efficiency of scaling to 4096 ranks."""
-    hidden_ms: float = 0.0
-    """Communication of a step that computing hides."""
+    latency_us: _Microseconds = NETWORK_LATENCY_SECONDS * 1e6
+    """Microseconds of a message between hosts."""
+    nvlink_latency_us: _Microseconds = NVLINK_LATENCY_SECONDS * 1e6
+    """Microseconds of a message in the host."""
+    call_us: _Microseconds = CALL_SECONDS * 1e6
+    """Microseconds of a collective, whatever it sends."""
+    compute_ms: Annotated[float | None, Field(ge=1e-3, le=1e9)] = None
+    """Milliseconds of a step without communication: adds the efficiency of scaling to 4096 ranks."""
+    hidden_ms: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """Milliseconds of communication that are overlapped with computing in each step."""
 
-
-def _require(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:  # nan is neither
-        raise ValueError(f"{name}={value:.15g}: must be from {least:.15g} to {most:.15g}")
-
-
-def _check(options: CostOptions) -> None:
-    """Raises ValueError for what makes no sense, or is too large to be meant."""
-    _require("bytes", options.bytes, 1, _MAX_BYTES)
-    if options.ranks == 1:
-        raise ValueError("ranks=1: a single rank has nothing to sum; use two or more")
-    _require("ranks", options.ranks, 2, _MAX_RANKS)
-    _require("gpus_per_host", options.gpus_per_host, 1, 1024)
-    below = options.ranks // options.gpus_per_host * options.gpus_per_host
-    if options.ranks > options.gpus_per_host and below != options.ranks:
-        raise ValueError(
-            f"ranks={options.ranks} is not divisible by gpus_per_host={options.gpus_per_host}; "
-            f"nearest valid: {below}, {below + options.gpus_per_host}"
-        )
-    for name, rate in (("link_gbytes", options.link_gbytes), ("nvlink_gbytes", options.nvlink_gbytes)):
-        if rate is not None:
-            _require(name, rate, 1e-6, _MAX_GBYTES)
-    if options.efficiency is not None:
-        _require("efficiency", options.efficiency, 1e-3, 1)
-    _require("channels", options.channels, 1, min(options.gpus_per_host, options.ranks))
-    _require("latency_us", options.latency_us, 0, _MAX_MICROSECONDS)
-    _require("nvlink_latency_us", options.nvlink_latency_us, 0, _MAX_MICROSECONDS)
-    _require("call_us", options.call_us, 0, _MAX_MICROSECONDS)
-    if options.compute_ms is not None:
-        _require("compute_ms", options.compute_ms, 1e-3, 1e9)
-        _require("hidden_ms", options.hidden_ms, 0, options.compute_ms)
-    elif options.hidden_ms:
-        raise ValueError(f"hidden_ms={options.hidden_ms:.15g}: give compute_ms too, the time that hides it")
+    def check_rules(self) -> None:
+        """Raises ValueError if options do not fit each other."""
+        below = self.ranks // self.gpus_per_host * self.gpus_per_host
+        if below not in (0, self.ranks):
+            raise ValueError(
+                f"ranks={self.ranks} is not divisible by gpus_per_host={self.gpus_per_host}; "
+                f"nearest valid: {below}, {below + self.gpus_per_host}"
+            )
+        if self.channels > (most := min(self.gpus_per_host, self.ranks)):
+            raise self.conflict("channels", why=f"must be from 1 to {most}")
+        if self.hidden_ms > (self.compute_ms or 0.0):
+            raise self.conflict("hidden_ms", "compute_ms", why="must be at most compute_ms; pass --compute-ms")
 
 
 def _topology(ranks: int, gpus_per_host: int) -> Topology:
@@ -140,16 +124,13 @@ def find_crossovers(lines: Mapping[str, tuple[float, float]]) -> list[tuple[floa
 
 def _size_ranges(machine: Machine, channels: int) -> dict[str, str]:
     """Returns for each algorithm the message sizes at which it is the fastest."""
-    at_once = replace(
-        machine,
-        nvlink=replace(machine.nvlink, latency_seconds=0.0),
-        network=replace(machine.network, latency_seconds=0.0),
-    )
+    links = {name: replace(getattr(machine, name), latency_seconds=0.0) for name in ("nvlink", "network")}
+    at_once = replace(machine, **links)
     bases, slopes = _all_reduces(0.0, machine, channels), _all_reduces(1.0, at_once, channels)
     found = find_crossovers({name: (bases[name].seconds, slopes[name].seconds) for name in bases})
     ranges = dict.fromkeys(bases, "-")
-    for (start, name), end in zip(found, [*(start for start, _ in found[1:]), None], strict=True):
-        if end is None:
+    for (start, name), (end, _) in zip(found, [*found[1:], (0.0, "")], strict=True):
+        if not end:
             ranges[name] = f"from {format_bytes(start)}" if start else "all"
         else:
             ranges[name] = f"{format_bytes(start)} to {format_bytes(end)}" if start else f"to {format_bytes(end)}"
@@ -164,25 +145,18 @@ def _world_sizes(options: CostOptions) -> list[int]:
     return sorted({*inside, *across, options.ranks} - {1})
 
 
-def _fastest(size_bytes: float, machine: Machine, channels: int) -> tuple[str, float]:
-    found = _all_reduces(size_bytes, machine, channels)
+def _fastest(machine: Machine, ranks: int, options: CostOptions) -> tuple[str, float]:
+    """Returns the fastest AllReduce of so many ranks, and its seconds."""
+    machine = replace(machine, topology=_topology(ranks, options.gpus_per_host))
+    found = _all_reduces(options.bytes, machine, options.channels)
     name = min(found, key=lambda other: found[other].seconds)
     return name, found[name].seconds
-
-
-def _at(machine: Machine, ranks: int, options: CostOptions) -> Machine:
-    return replace(machine, topology=_topology(ranks, options.gpus_per_host))
 
 
 def _rank_ranges(machine: Machine, options: CostOptions, names: Iterable[str]) -> dict[str, str]:
     """Returns for each algorithm the numbers of ranks at which it is the fastest."""
     ranges: dict[str, list[str]] = {name: [] for name in names}
-    sizes = _world_sizes(options)
-
-    def winner(ranks: int) -> str:
-        return _fastest(options.bytes, _at(machine, ranks, options), options.channels)[0]
-
-    for name, run in groupby(sizes, winner):
+    for name, run in groupby(_world_sizes(options), lambda ranks: _fastest(machine, ranks, options)[0]):
         first, *rest = run
         ranges[name].append(f"{first} to {rest[-1]}" if rest else f"{first}")
     return {name: ", ".join(runs) or "-" for name, runs in ranges.items()}
@@ -212,7 +186,7 @@ def _format_scaling(machine: Machine, options: CostOptions, compute_seconds: flo
     """Returns the efficiency of a step at every number of ranks, with the fastest AllReduce at each."""
     rows = [["1", "-", "0.000", "0.000", "100.0%", "1.0"]]
     for ranks in _world_sizes(options):
-        name, seconds = _fastest(options.bytes, _at(machine, ranks, options), options.channels)
+        name, seconds = _fastest(machine, ranks, options)
         seconds += options.call_us / 1e6
         exposed = max(0.0, seconds - options.hidden_ms / 1e3)
         milliseconds = [f"{each * 1e3:,.3f}" for each in (seconds, exposed)]
@@ -229,9 +203,7 @@ def describe_costs(arguments: Sequence[str]) -> str:
         ValueError: an option is out of its range.
         SystemExit: an unknown option or a value of the wrong type (2), or `--help` (0).
     """
-    prog, purpose = "python -m trjax.explain cost", "Print what each way to sum over ranks takes, and where each wins."
-    options = tyro.cli(CostOptions, args=list(arguments), prog=prog, description=purpose)
-    _check(options)
+    options = read_options("python -m trjax.explain cost", CostOptions, arguments)
     machine = _machine(options)
     topology, links = machine.topology, (machine.nvlink, machine.network, flat_link(machine, options.channels))
     nvlink, network, slowest = (link.reached_bytes_per_second / 1e9 for link in links)
@@ -254,3 +226,9 @@ def describe_costs(arguments: Sequence[str]) -> str:
         parts.append(_format_scaling(machine, options, options.compute_ms / 1e3))
     parts.append("predicted by the a-B model: NCCL chooses for itself, and what it takes from compute is left out")
     return "\n\n".join(parts)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints what each way to sum takes, and returns the exit code."""
+    print(describe_costs(arguments))
+    return 0

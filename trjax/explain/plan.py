@@ -60,7 +60,7 @@ def format_choice(groupings: Mapping[str, tuple[Plan, float | None]], chosen: st
     return "\n".join(lines)
 
 
-def explain_plan(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Prints where every gradient lives, and returns the exit code."""
     prog, purpose = "python -m trjax.explain plan", "Print where every gradient lives."
     config, options = parse_options(arguments, prog, purpose, PlanOptions())

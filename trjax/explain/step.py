@@ -1,9 +1,9 @@
-"""`python -m trjax.explain plan` and `step`: where gradients live, and what a run compiles to, before it runs."""
+"""`python -m trjax.explain step`: what a run compiles to, before it runs."""
 
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,6 +55,28 @@ class StepOptions:
     """File for all figures as JSON."""
     figure: str = ""
     """Picture of the timeline; the ending names the format."""
+
+
+@dataclass(frozen=True)
+class CompiledRun:
+    """A run's compiled step; as a string, a report of it.
+
+    Attributes:
+        title: the run, and the devices that its step was compiled for.
+        plan: where its gradients live.
+        compiled: the program.
+        report: of the program.
+        notes: the cost of other ways of grouping, and the memory needed.
+    """
+
+    title: str
+    plan: Plan
+    compiled: Compiled
+    report: Report
+    notes: str
+
+    def __str__(self) -> str:
+        return f"{self.title}\n\n{format_report(self.report)}\n\n{self.notes}"
 
 
 def format_report(found: Report) -> str:
@@ -119,30 +141,30 @@ def _check_outputs(options: StepOptions) -> None:
             raise ValueError(f"figure={options.figure}: its ending must be one of {', '.join(sorted(endings))}")
 
 
-def _write(options: StepOptions, title: str, compiled: Compiled, found: Report) -> None:
+def _write(options: StepOptions, found: CompiledRun) -> None:
     if options.hlo:
-        Path(options.hlo).write_text(compiled.text, encoding="utf-8")
+        Path(options.hlo).write_text(found.compiled.text, encoding="utf-8")
     if options.json:
         table = {
-            "collectives": [asdict(row) for row in found.collectives],
-            "summary": asdict(found.summary),
-            "verdicts": [asdict(verdict) for verdict in found.verdicts],
+            "collectives": [asdict(row) for row in found.report.collectives],
+            "summary": asdict(found.report.summary),
+            "verdicts": [asdict(verdict) for verdict in found.report.verdicts],
         }
         Path(options.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     if options.figure:
         from trjax.audit.figures import draw_timeline
 
-        draw_timeline(options.figure, title, found)
+        draw_timeline(options.figure, found.title, found.report)
 
 
-def explain_step(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Compiles the train step, prints what it holds, and returns the exit code."""
     prog, purpose = "python -m trjax.explain step", "Compile the train step and show what it holds."
     config, options = parse_options(arguments, prog, purpose, StepOptions())
     _check_outputs(options)
     found = examine(config, options)
-    print(_format_examined(config, options, found))
-    _write(options, found.title, found.compiled, found.report)
+    print(found)
+    _write(options, found)
     return 1 if options.strict and not found.report.ok else 0
 
 
@@ -150,42 +172,15 @@ def dry_run(config: Config) -> int:
     """Prints a run's options, its plan, and what its step compiles to on the devices here; returns the exit code.
 
     Raises:
-        ValueError: something cannot be: an option, the memory of the devices.
+        ValueError: an option cannot be used, or the devices have too little memory.
     """
-    options = StepOptions(attached=True)
     print(config_to_toml(config))
-    found = examine(config, options)
-    print(f"{_format_examined(config, options, found)}\n\n{format_plan(found.plan)}")
+    found = examine(config, StepOptions(attached=True))
+    print(f"{found}\n\n{format_plan(found.plan)}")
     return 0
 
 
-@dataclass(frozen=True)
-class Examined:
-    """What a run's step compiles to.
-
-    Attributes:
-        title: the run, and what its step was compiled for.
-        mesh: these devices.
-        plan: where its gradients live.
-        compiled: the program.
-        report: what it holds.
-        groupings: what other ways of grouping would cost.
-    """
-
-    title: str
-    mesh: Mesh
-    plan: Plan
-    compiled: Compiled
-    report: Report
-    groupings: Mapping[str, tuple[Plan, float | None]]
-
-    @property
-    def needed_bytes(self) -> int:
-        """Memory that the step needs on each device."""
-        return needed_bytes(self.compiled.executable)
-
-
-def examine(config: Config, options: StepOptions) -> Examined:
+def examine(config: Config, options: StepOptions) -> CompiledRun:
     """Compiles a run's step for what the options name, and reads the program.
 
     Raises:
@@ -202,26 +197,17 @@ def examine(config: Config, options: StepOptions) -> Examined:
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"the step does not compile for {where}: {str(error).splitlines()[0]}") from error
     dropped = probe_options(mesh, config.deterministic).dropped
-    found = analyze_step(
-        compiled, machine, config.global_batch, expect(config, program.plan, machine.topology), dropped
-    )
-    groupings = compare_groupings(config, shape_run(config), machine, "OHWI")
-    examined = Examined(title, mesh, program.plan, compiled, found, groupings)
-    present = machine.target.memory_bytes
-    if options.attached:
-        require_device(f"global_batch={config.global_batch}", mesh, examined.needed_bytes, SMALLER)
-    elif examined.needed_bytes > present:
-        raise ValueError(
-            f"global_batch={config.global_batch} does not fit: the step needs {examined.needed_bytes / 1e9:.0f} GB on "
-            f"each {machine.target.name}, which has {present / 1e9:.0f}; use a smaller one or more devices"
-        )
-    return examined
-
-
-def _format_examined(config: Config, options: StepOptions, found: Examined) -> str:
+    expected = expect(config, program.plan, machine.topology)
+    found = analyze_step(compiled, machine, config.global_batch, expected, dropped)
+    needed, present = needed_bytes(compiled.executable), machine.target.memory_bytes
     last = _HONEST
     if options.attached:
-        needed, present = found.needed_bytes / 1e9, device_bytes(found.mesh) / 1e9
-        last = f"memory: {needed:.3g} GB on each device, where there are {present:.3g}"
-    choice = format_choice(found.groupings, config.reducer)
-    return f"{found.title}\n\n{format_report(found.report)}\n\n{choice}\n{last}"
+        require_device(f"global_batch={config.global_batch}", mesh, needed, SMALLER)
+        last = f"memory: {needed / 1e9:.3g} GB on each device, where there are {device_bytes(mesh) / 1e9:.3g}"
+    elif needed > present:
+        raise ValueError(
+            f"global_batch={config.global_batch} does not fit: the step needs {needed / 1e9:.0f} GB on "
+            f"each {machine.target.name}, which has {present / 1e9:.0f}; use a smaller one or more devices"
+        )
+    choice = format_choice(compare_groupings(config, shape_run(config), machine, "OHWI"), config.reducer)
+    return CompiledRun(title, program.plan, compiled, found, f"{choice}\n{last}")

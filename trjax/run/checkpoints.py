@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -239,9 +240,7 @@ class Checkpoints:
                 old.unlink(missing_ok=True)
 
     def _move_aside(self, path: Path, step: int) -> None:
-        number = 1
-        while (aside := self.folder / f"{step}.damaged{number}.safetensors").exists():
-            number += 1
-        path.rename(aside)
+        names = (self.folder / f"{step}.damaged{number}.safetensors" for number in count(1))
+        aside = path.rename(next(name for name in names if not name.exists()))
         with suppress(FileNotFoundError):
             _digest_path(path).rename(_digest_path(aside))

@@ -1,7 +1,7 @@
 """What a run consists of and never changes: `RunSetup` before it compiles, `RunContext` while it trains."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from trjax.config.run import Config
-from trjax.data.batches import Batch, train_batches
 from trjax.data.sources import Source
 from trjax.mesh import REPLICATED, place
 from trjax.run.checkpoints import Checkpoints
@@ -109,9 +108,3 @@ class RunContext(RunSetup):
             self.board(record)
         self.display.record(record)
         return record
-
-    def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """Yields this process's part of the batches of these steps."""
-        config, rows = self.config, self.program.rows
-        recipe = self.train_source, config.global_batch, config.seed
-        return train_batches(*recipe, start_step, end_step, config.last_batch, rows)

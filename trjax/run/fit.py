@@ -69,12 +69,13 @@ def _report_memory(mesh: Mesh, needed: Sequence[int]) -> Iterator[None]:
 
 def _fit(setup: RunSetup, display: Display, interrupted: Callable[[], bool], started: float) -> tuple[int, bool]:
     """Compiles and trains; returns the number of steps done, and whether the last epoch's evaluation has been done."""
-    config, program, needed = setup.config, setup.program, list[int]()
+    config, program = setup.config, setup.program
     if dropped := probe_options(program.mesh, config.deterministic).dropped:
         display.say(f"compile options that this jax does not know, left out: {', '.join(dropped)}")
     display.say("compiling ...")
     board = setup.workdir / "tensorboard" if config.tensorboard and setup.checkpoints else None
     log = setup.workdir / f"watchdog{process_index()}.log"
+    needed: list[int] = []
     with ExitStack() as leaving:
         maker = ThreadPoolExecutor(1, "compile")
         leaving.callback(maker.shutdown, cancel_futures=True)
@@ -83,8 +84,7 @@ def _fit(setup: RunSetup, display: Display, interrupted: Callable[[], bool], sta
         compiled = compile_program(program, sizes, maker, config.steps_per_dispatch)
         needed.append(needed_bytes(compiled.train_step))
         exchange("compiled", "")  # one process may take longer than others, and that is no step that hangs
-        profiled = config.profiled if setup.checkpoints else (0, 0)
-        profiler = Profiler(profiled, setup.workdir / "profile", display.say)
+        profiler = Profiler(config.profiled if setup.checkpoints else (0, 0), setup.workdir / "profile", display.say)
         leaving.callback(profiler.close)
         run = RunContext(
             **vars(replace(setup, program=compiled)),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from trjax.data.batches import Batch, epoch_order
+from trjax.data.batches import Batch, epoch_order, train_batches
 from trjax.data.sources import Source
 from trjax.files import atomic_write
 from trjax.run.checkpoints import CheckpointInfo
@@ -232,7 +232,9 @@ def run_loop(run: RunContext) -> tuple[int, bool]:
     step, evaluated, per_epoch = run.step, run.evaluated, run.program.steps_per_epoch
     end_step, skipped = len(run.learning_rates), int(state.skipped)
     progress = Progress(run, skipped, learning_rate=float(run.learning_rates[max(step - 1 - skipped, 0)]))
-    batches = run.batches(step, end_step)  # of all epochs: what is read ahead goes on during an evaluation
+    # Of all epochs: reading ahead continues during an evaluation.
+    examples = run.train_source, run.config.global_batch, run.config.seed
+    batches = train_batches(*examples, step, end_step, run.config.last_batch, run.program.rows)
 
     def stopped() -> bool:
         return progress.stopping or (run.alone and run.interrupted())

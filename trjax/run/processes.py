@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -122,11 +121,6 @@ def exchange(topic: str, text: str) -> list[str]:
     texts = [text, *(_wait_for_key(client, f"{folder}/{process}", process) for process in others)]
     client.key_value_set(f"{folder}/all", json.dumps(texts))  # so that not everyone asks everyone
     return texts
-
-
-def find_hosts() -> list[str]:
-    """Returns the name of every process's host."""
-    return exchange("host", socket.gethostname())
 
 
 def _wait_for_key(client: Any, key: str, process: int) -> str:

@@ -3,7 +3,7 @@
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ from jax.profiler import ProfileData, ProfileOptions
 
 from trjax.text import format_table
 from trjax.xla.hlo import parse_module
-from trjax.xla.operations import Operation, list_operations
+from trjax.xla.operations import list_operations
 
 Interval = tuple[float, float]
 """Start and end."""
@@ -86,23 +86,23 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the mean step of one device is made of, in milliseconds; the first four make the step.
+    """What the mean step of one device is made of, in milliseconds; the first four times add up to the step.
 
     Attributes:
+        kernels: all but collectives, by falling time.
         computing: some kernel runs.
         exposed: a collective runs, and no kernel.
         waiting: nothing runs, and the host is at work on a batch.
         idle: nothing runs, whatever else the host does.
         communication: a collective runs.
-        kernels: but for collectives, those that take most time first.
     """
 
+    kernels: tuple[Kernel, ...]
     computing: float
     exposed: float
     waiting: float
     idle: float
     communication: float
-    kernels: tuple[Kernel, ...]
 
     @property
     def step(self) -> float:
@@ -185,17 +185,15 @@ def divide(trace: Trace, num_steps: int) -> Parts:
         gaps = find_gaps([(start, start), *(event.interval for event in own), (end, end)])
         late += length(gaps) + length(trace.inputs) - length([*gaps, *trace.inputs])
     turns = len(devices) * num_steps
-    counts, times = Counter[str](), defaultdict[str, float](float)
+    times = defaultdict[str, list[float]](list)
     for event in trace.events:
         if not event.group:
-            counts[event.name] += 1
-            times[event.name] += event.end - event.start
-    longest = sorted(times, key=lambda name: -times[name])
-    kernels = tuple(Kernel(name, counts[name] / turns, times[name] / turns / 1e6) for name in longest)
+            times[event.name].append(event.end - event.start)
+    found = (Kernel(name, len(all_ns) / turns, sum(all_ns) / turns / 1e6) for name, all_ns in times.items())
+    kernels = tuple(sorted(found, key=lambda kernel: -kernel.ms))
     idle = (end - start) * len(devices) - busy - late
     parts = computing, busy - computing, late, idle, communication
-    computing, exposed, waiting, idle, communication = (part / turns / 1e6 for part in parts)
-    return Parts(computing, exposed, waiting, idle, communication, kernels)
+    return Parts(kernels, *(part / turns / 1e6 for part in parts))
 
 
 def format_parts(parts: Parts, sources: Mapping[str, str]) -> str:
@@ -236,7 +234,7 @@ class Profiler:
         """Starts if one of the next steps is among them, and returns the seconds that this took.
 
         Args:
-            step: that they are behind.
+            step: the number of steps done.
             count: how many are dispatched together.
             unread: results that the devices still work on.
         """
@@ -255,7 +253,7 @@ class Profiler:
         return time.perf_counter() - began
 
     def end(self, step: int, outcome: Any, program: Any, whole: bool = False) -> float:
-        """Stops behind the last step, says what the time went to, and returns the seconds that this took.
+        """Stops after the last step, prints where the time went, and returns the seconds that this took.
 
         Args:
             step: that was the last to be dispatched.
@@ -270,7 +268,7 @@ class Profiler:
         try:
             jax.profiler.stop_trace()
             file = max(self._folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-            operations: Sequence[Operation] = list_operations(parse_module(program.as_text()))
+            operations = list_operations(parse_module(program.as_text()))
             by_name = {operation.name.partition("@")[0]: operation for operation in operations}  # those of a loop, once
             groups = {name: operation.collective for name, operation in by_name.items() if operation.collective}
             parts = divide(read_trace(ProfileData.from_file(str(file)), groups), step + 1 - self._begun)

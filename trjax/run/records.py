@@ -1,4 +1,4 @@
-"""Where numbers go: `metrics.jsonl` and the console."""
+"""Records of a run: sums of scores, the lines of `metrics.jsonl`, TensorBoard."""
 
 import json
 import math
@@ -34,8 +34,7 @@ class Record:
         top1: fraction of 1.
         top5: fraction of 1.
         examples: how many the line covers.
-        skipped: steps among them that changed nothing, because their gradients were not finite; their examples do
-            not count.
+        skipped: steps skipped because a gradient was not finite; their examples do not count.
         learning_rate: of the step.
         images_per_second: over the line's own time; compilation comes before.
         seconds: since the process began to train.
@@ -116,12 +115,11 @@ def _step_of(line: bytes) -> int | None:
 def _set_aside(path: Path) -> Path:
     """Renames a file to the first name that is free, and returns it."""
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
-    aside = next(name for name in names if not os.path.lexists(name))
-    return path.rename(aside)
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 def trim_metrics(path: Path, step: int) -> Path | None:
-    """Drops the lines of steps that a resumed run will do again, behind `step`, and a last one cut off by a crash.
+    """Drops the lines of steps after `step`, which a resumed run repeats, and a last one cut off by a crash.
 
     A file that holds anything but lines of a run, wherever that comes from, is kept as it is under another name.
 
@@ -148,7 +146,7 @@ def trim_metrics(path: Path, step: int) -> Path | None:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Returns the lines of `metrics.jsonl`, in order; what is no line of a run is passed over.
+    """Returns the lines of `metrics.jsonl`, in order; other lines are skipped.
 
     Raises:
         OSError: it cannot be read.
@@ -174,11 +172,11 @@ def append_metrics(path: Path, record: Record) -> None:
 
 @contextmanager
 def open_board(folder: Path | None, step: int) -> Iterator[Callable[[Record], None]]:
-    """Gives a function that writes a record for TensorBoard; of steps behind `step`, what is there is void.
+    """Gives a function that writes a record for TensorBoard; TensorBoard drops those of steps after `step`.
 
     Args:
         folder: for its files; None: nothing is written.
-        step: at which the run goes on.
+        step: at which the run resumes.
     """
     if folder is None:
         yield lambda record: None

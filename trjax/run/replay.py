@@ -1,4 +1,4 @@
-"""A step whose gradients were not finite, done again op by op: where does it begin?"""
+"""A step whose gradients were not finite, repeated op by op, to find where it begins."""
 
 import json
 from collections.abc import Mapping
@@ -12,21 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from trjax.config.run import Config
-from trjax.data.batches import Batch, Inputs
+from trjax.data.batches import Batch, Inputs, read_batch
 from trjax.data.sources import describe, load
 from trjax.keys import stream_key
-from trjax.mesh import make_mesh, start_platform
 from trjax.models.chain import Chain, apply_chain, segment_keys
-from trjax.run.checkpoints import Checkpoints, decode
 from trjax.run.loop import BAD_STEP
-from trjax.step.program import make_chain, make_prepare, make_program
+from trjax.run.saved_model import read_state
+from trjax.run.workdir import check_same_run
+from trjax.step.program import make_chain, make_prepare
 from trjax.step.scores import score
 from trjax.trees import name_leaves
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one device's block of a batch came to.
+    """The result of one device's block of a batch.
 
     Attributes:
         micro_batch: from 0.
@@ -96,12 +96,12 @@ def _read_bad_step(path: Path, config: Config) -> dict[str, Any]:
         if not whole or devices < 1 or config.global_batch % devices or not fits:
             raise ValueError("it has numbers that cannot be")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): there is no step to do again") from error
+        raise ValueError(f"{path} is damaged ({error}): there is no step to repeat") from error
     return bad
 
 
 def replay(config: Config) -> list[Finding]:
-    """Does the step again at which the run in `config.workdir` gave up, block by block, op by op.
+    """Repeats the step at which the run in `config.workdir` gave up, block by block, op by op.
 
     Raises:
         ValueError: there is no such run, or no such step.
@@ -110,20 +110,12 @@ def replay(config: Config) -> list[Finding]:
     if not config.workdir or not path.is_file():
         raise ValueError(f"replay_step with workdir={config.workdir}: no {BAD_STEP} there; the run has not given up")
     bad = _read_bad_step(path, config)
-    start_platform("cpu", "0")
-    program = make_program(config, make_mesh("0"))
-    checkpoints = Checkpoints(path.parent / "checkpoints", lambda _: None)
-    if bad["checkpoint"] not in checkpoints.found:
-        raise ValueError(f"{checkpoints.folder} holds no checkpoint of step {bad['checkpoint']}, where the run gave up")
-    data = checkpoints.read(bad["checkpoint"])
-    state = decode(data, program.layouts.saved_shape, str(checkpoints.folder))
-    spec, (source, _) = describe(config.data), load(config.data, config.seed)
+    check_same_run(config, path.parent)
+    _, _, state, _ = read_state(path.parent, bad["checkpoint"])
+    source, _ = load(config.data, config.seed)
     devices = 1 if config.bn == "sync" else bad["devices"]
-    chain = make_chain(replace(config, bn="local"), spec)
-    indices = np.zeros(config.global_batch, np.int32)
-    indices[: len(bad["indices"])] = bad["indices"]
-    mask = (np.arange(config.global_batch) < len(bad["indices"])).astype(np.float32)
-    batch = Batch(*source.read(indices, bad["epoch"]), mask, indices)
+    chain = make_chain(replace(config, bn="local"), describe(config.data))
+    batch = read_batch(source, np.array(bad["indices"], np.int32), np.arange(config.global_batch), bad["epoch"])
     prepare, findings = make_prepare(config, config.data.size_at(bad["epoch"])), []
     key = jax.random.fold_in(stream_key(config.seed, "dropout"), bad["step"])
     for part in range(config.accumulate * devices):
@@ -137,7 +129,7 @@ def replay(config: Config) -> list[Finding]:
 
 
 def format_findings(findings: list[Finding]) -> str:
-    """Returns a line for every block, and what to make of them.
+    """Returns a line for every block, and a conclusion if all are finite.
 
     >>> print(format_findings([Finding(0, 0, ""), Finding(0, 1, "the loss: nan")]))
     micro-batch 0, device 0: everything is finite

@@ -1,6 +1,6 @@
 """A trained model read from a run's folder, for predictions, exports and evaluations; the folder stays as it is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,11 +10,13 @@ import numpy as np
 
 from trjax.config.run import Config
 from trjax.data.augment import normalise
-from trjax.data.sources import describe
+from trjax.data.sources import describe, load
 from trjax.data.spec import DataSpec
 from trjax.mesh import Platform, make_mesh, start_platform
 from trjax.run.checkpoints import Checkpoints, decode
-from trjax.run.workdir import read_config
+from trjax.run.evaluation import evaluate_source
+from trjax.run.workdir import check_same_run, read_config
+from trjax.step.compile import compile_evaluation
 from trjax.step.evaluation import evaluate_folded
 from trjax.step.program import Program, make_program
 from trjax.step.state import TrainState, models_of
@@ -46,13 +48,13 @@ class SavedModel:
 
 
 def read_state(
-    folder: Path, which: Which, platform: Platform = "cpu", devices: str = "0"
+    folder: Path, which: Which | int, platform: Platform = "cpu", devices: str = "0"
 ) -> tuple[Config, Program, TrainState, int]:
     """Reads a checkpoint of a run: its options, its program, not compiled, its state, arrays of the host, and its step.
 
     Args:
         folder: of the run.
-        which: checkpoint to read; without any evaluated one the best is the last.
+        which: checkpoint to read, also by its step; without any evaluated one the best is the last.
         platform: of the devices that the program is for.
         devices: these.
 
@@ -63,9 +65,12 @@ def read_state(
     if not (folder / "checkpoints").is_dir():
         raise ValueError(f"{folder} holds no checkpoint yet")
     checkpoints = Checkpoints(folder / "checkpoints", lambda _: None)
-    info = (checkpoints.best if which == "best" else None) or checkpoints.last
+    info = checkpoints.found.get(which) if isinstance(which, int) else checkpoints.last
+    if which == "best":
+        info = checkpoints.best or info
     if info is None:
-        raise ValueError(f"{folder} holds no checkpoint that is whole")
+        wanted = f" of step {which}" if isinstance(which, int) else ""
+        raise ValueError(f"{folder} holds no checkpoint{wanted} that is whole")
     start_platform(platform, devices)
     program = make_program(config, make_mesh(devices))
     data = checkpoints.read(info.step)
@@ -87,6 +92,32 @@ def open_model(folder: Path, which: Which = "best", raw: bool = False) -> SavedM
     models = models_of(state)
     name = "ema" if "ema" in models and not raw else "test"
     return SavedModel(config, describe(config.data), program, *models[name], step, name == "ema")  # type: ignore[index]
+
+
+def evaluate_run(config: Config) -> list[str]:
+    """Evaluates a run's model, and its running means if it keeps them; changes nothing in its folder.
+
+    Returns:
+        A line for each.
+
+    Raises:
+        ValueError: there is no such run, or it has other options.
+    """
+    if not config.workdir:
+        raise ValueError("eval_only: which run? Pass its --workdir")
+    check_same_run(config, Path(config.workdir))
+    saved, program, state, step = read_state(Path(config.workdir), "last", config.platform, config.devices)
+    source = load(replace(saved.data, root=config.data.root))[1]
+    program, lines = compile_evaluation(program), []
+    formats = (program.layouts.formats.params, program.layouts.formats.batch_stats)
+    for split, model in models_of(state).items():
+        scores = evaluate_source(program, source, saved.global_batch, *jax.device_put(model, formats))
+        assert scores is not None
+        loss, top1, top5 = scores[:3] / scores[3]
+        name = {"test": "parameters", "ema": "running means"}[split]
+        numbers = f"loss {loss:.4f}  top-1 {top1:.2%}  top-5 {top5:.2%}"
+        lines.append(f"step {step}, {name}: {numbers} of {scores[3]:,.0f} examples")
+    return lines
 
 
 def predict(model: SavedModel, images: jax.Array) -> jax.Array:

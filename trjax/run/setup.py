@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from trjax.models.chain import Chain
 from trjax.models.weights import from_torch, read_weights
 from trjax.run.checkpoints import CheckpointInfo, Checkpoints, decode, encode
 from trjax.run.context import RunSetup
-from trjax.run.processes import broadcast, digest_code, exchange, find_hosts, process_index, require_same
+from trjax.run.processes import broadcast, digest_code, exchange, process_index, require_same
 from trjax.run.records import trim_metrics
 from trjax.run.workdir import flat_options, lock_workdir, open_workdir, write_config
 from trjax.step.limits import count_examples
@@ -30,7 +31,9 @@ from trjax.step.state import TrainState
 from trjax.xla.cache import keep_compiled
 
 Weights = dict[str, np.ndarray]
-"""Of a file, by their names."""
+"""Arrays of a file, by their names."""
+Warn = Callable[[str], None]
+"""Is called with a message for the user."""
 
 
 def _facts(config: Config) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def _check_position(config: Config, workdir: Path, info: CheckpointInfo, steps_p
         raise ValueError(f"epochs={config.epochs} end before step {info.step}, where {workdir} is; pass more --epochs")
 
 
-def _open_checkpoints(config: Config, workdir: Path, steps_per_epoch: int, warn: Callable[[str], None]) -> Checkpoints:
+def _open_checkpoints(config: Config, workdir: Path, steps_per_epoch: int, warn: Warn) -> Checkpoints:
     """Opens the run's checkpoints; if there are any, one must be whole, and the last of these must fit the data."""
     checkpoints = Checkpoints(workdir / "checkpoints", warn, config.keep)
     if checkpoints.last is not None:
@@ -91,9 +94,7 @@ def _read_weights(config: Config) -> Weights | None:
     return read_weights(Path(config.init_from)) if config.init_from and not resumes else None
 
 
-def _initial_state(
-    program: Program, init_from: str, weights: Weights | None, warn: Callable[[str], None]
-) -> TrainState:
+def _initial_state(program: Program, init_from: str, weights: Weights | None, warn: Warn) -> TrainState:
     """Returns the initial state, arrays of the host: random parameters, or those of a file."""
     whole = program.layouts.unload(program.layouts.init())
     state: TrainState = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), whole)
@@ -110,11 +111,7 @@ def _initial_state(
 
 
 def _first_state(
-    config: Config,
-    program: Program,
-    checkpoints: Checkpoints | None,
-    weights: Weights | None,
-    warn: Callable[[str], None],
+    config: Config, program: Program, checkpoints: Checkpoints | None, weights: Weights | None, warn: Warn
 ) -> tuple[TrainState, int, bool]:
     """Returns the last checkpoint's state, or an initial one, its step, and whether that has been evaluated.
 
@@ -133,7 +130,7 @@ def _first_state(
     return layouts.load(decode(broadcast(data), layouts.saved_shape, where)), max(step, 0), evaluated
 
 
-def _keep_compiled(config: Config, workdir: Path, leaving: ExitStack, warn: Callable[[str], None]) -> None:
+def _keep_compiled(config: Config, workdir: Path, leaving: ExitStack, warn: Warn) -> None:
     """Caches compiled programs beside the run's folder until `leaving`, if that is possible.
 
     Not with several processes: JAX writes from the first alone, and those that load and those that compile would wait
@@ -149,10 +146,7 @@ def _keep_compiled(config: Config, workdir: Path, leaving: ExitStack, warn: Call
 
 @contextmanager
 def set_up_run(
-    config: Config,
-    chain: Chain | None,
-    optimizer: optax.GradientTransformation | None,
-    warn: Callable[[str], None],
+    config: Config, chain: Chain | None, optimizer: optax.GradientTransformation | None, warn: Warn
 ) -> Iterator[RunSetup]:
     """Gives a run that can start, with its folder locked.
 
@@ -167,7 +161,7 @@ def set_up_run(
     """
     require_same("facts", _facts(config))
     start_platform(config.platform, config.devices, nccl_settings(config))
-    mesh = make_mesh(config.devices, config.hosts, find_hosts())
+    mesh = make_mesh(config.devices, config.hosts, exchange("host", socket.gethostname()))
     program, sources = make_program(config, mesh, chain, optimizer), _load(config)
     plan = hashlib.sha256(repr(program.plan).encode()).hexdigest()[:12]
     sizes = [len(source) for source in sources]

@@ -101,16 +101,14 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     path = workdir / "lock"
     lock = FileLock(path, blocking=False, on_acquired=name_owner)
     try:
-        lock.acquire()
+        acquired = lock.acquire()
     except Timeout as error:
         owner = path.read_text(encoding="utf-8").strip() or "another run"
         raise ValueError(f"workdir={workdir} is in use by {owner}") from error
     except OSError as error:  # no permission, a file system without locks, or a full one
         raise ValueError(f"workdir={workdir} cannot be locked: {error}") from error
-    try:
+    with acquired:
         yield
-    finally:
-        lock.release()
 
 
 def write_config(config: Config, workdir: Path) -> None:
