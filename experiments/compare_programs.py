@@ -64,7 +64,7 @@ class Options(Common):
 
 
 def make_ordinary_step(config: Config, chain: Chain, mesh: Mesh, name: Literal["pmean", "automatic"]) -> Any:
-    """Returns the update as most trainers write it, with the arguments and results of `step.make_train_step`."""
+    """Returns the update as most trainers write it, with the arguments and results of `update.make_train_step`."""
     optimizer = make_optimizer(config.optim, shape_run(config, chain).params)
     spec = describe(config.data)
     augment, steps_per_epoch = make_augment(config.data, spec, config.seed), spec.train_examples // config.global_batch

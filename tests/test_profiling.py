@@ -84,7 +84,7 @@ def test_a_run_takes_a_profile(
     assert "psum" not in said  # a sum is no kernel
     assert step == pytest.approx(sum(parts) + idle, abs=0.003)
     assert "conv_general_dilated" in said
-    with pytest.raises(ValueError, match="profile_steps=11:12: the run ends behind step 10"):
+    with pytest.raises(ValueError, match="profile_steps=11:12: the run ends after step 10"):
         fit(tiny_config(workdir="other", profile_steps="11:12"))
 
 

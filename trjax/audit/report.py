@@ -27,7 +27,7 @@ class Collective:
         reduces: what lies in the group.
         bytes: that each device hands in.
         dtype: in which.
-        blocking: the kernels behind it wait, whatever they need.
+        blocking: the kernels after it wait, whatever they need.
         ready_ms: when what it reduces is complete.
         start_ms: when it starts.
         comm_ms: how long it takes.

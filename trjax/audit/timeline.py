@@ -1,9 +1,9 @@
-"""A compiled program replayed on two lanes: what hides behind what, and what is left exposed.
+"""A compiled program replayed on two lanes: what overlaps with what, and what is left exposed.
 
-The model: one stream computes, one communicates, each in the order of issue. A kernel takes what
-`cost.predict_kernel` says. A collective starts when the compute stream has reached its start and the collectives
+The model: one stream computes, one communicates, each in the order of issue. `cost.kernels.predict_kernel` gives the
+time of a kernel. A collective starts when the compute stream has reached its start and the collectives
 before it are done; the compute stream waits at its end, and that wait is the exposed time. A blocking collective
-is waited for at once. One that queues behind another is charged for the wait too. Streams do not slow each other
+is waited for at once. One that queues after another is charged for the wait too. Streams do not slow each other
 down, and caches keep nothing from one kernel to the next.
 """
 
@@ -154,7 +154,7 @@ def _bound(operations: Sequence[Operation], cost: OperationCost) -> float:
 
     A run of collectives, from the i-th to the k-th, cannot begin before the kernels that the i-th needs are done,
     nor end after those begin that need the k-th; and while they run, only kernels can run that one of them neither
-    needs nor is needed by. What these cannot fill is exposed. Runs one behind the other add up.
+    needs nor is needed by. What these cannot fill is exposed. Runs one after the other add up.
     """
     needs, needed_by = _reach(operations)
     seconds = [0.0 if operation.collective or operation.kind == "done" else cost(operation) for operation in operations]

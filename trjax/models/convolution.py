@@ -20,7 +20,7 @@ _FEW = 3  # pixels of a kernel's side up to which smaller images are multiplied
 Pair = tuple[int, int]
 
 
-def _settle(x: jax.Array, order: Sequence[int]) -> jax.Array:
+def _transpose(x: jax.Array, order: Sequence[int]) -> jax.Array:
     """Transposes in a branch of its own, into which XLA fuses nothing; both branches are the same."""
     transpose = partial(lax.transpose, permutation=order)
     transposed: jax.Array = lax.cond(x[(0,) * x.ndim] > 0, transpose, transpose, x)
@@ -58,7 +58,7 @@ def _convolve_fast(
     return _convolve_plain(x, kernel, strides, padding, precision)
 
 
-def _spread(x: jax.Array, strides: Pair, behind: Sequence[int] = (0, 0)) -> jax.Array:
+def _dilate(x: jax.Array, strides: Pair, behind: Sequence[int] = (0, 0)) -> jax.Array:
     """Puts zeros between the pixels, as many as a stride skips, and behind the last ones."""
     holes = [(0, more, stride - 1) for more, stride in zip(behind, strides, strict=True)]
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *holes, (0, 0, 0)])
@@ -68,7 +68,7 @@ def _input_gradient(
     cotangent: jax.Array, kernel: jax.Array, size: Sequence[int], strides: Pair, padding: Sequence[Pair], precision: Any
 ) -> jax.Array:
     """Returns a convolution's gradient of its input, of this size: convolved with the kernel turned by a half."""
-    apart = _spread(cotangent, strides) if max(strides) > 1 else cotangent
+    apart = _dilate(cotangent, strides) if max(strides) > 1 else cotangent
     sizes = zip(size, apart.shape[1:3], kernel.shape[:2], padding, strict=True)
     pads = [(window - 1 - before, whole - own + before) for whole, own, window, (before, _) in sizes]
     turned = kernel[::-1, ::-1].transpose(0, 1, 3, 2)
@@ -81,7 +81,7 @@ def _filter_gradient(
     """Returns a convolution's gradient of its kernel: channels are its examples, and examples its channels."""
     sizes = zip(x.shape[1:3], cotangent.shape[1:3], window, strides, padding, strict=True)
     pads = [(before, (own - 1) * stride + side - size - before) for size, own, side, stride, (before, _) in sizes]
-    images, kernels = _settle(x, (3, 1, 2, 0)), _settle(cotangent, (1, 2, 0, 3))
+    images, kernels = _transpose(x, (3, 1, 2, 0)), _transpose(cotangent, (1, 2, 0, 3))
     options = {"rhs_dilation": strides, "dimension_numbers": _DIMS, "precision": precision}
     swapped = lax.conv_general_dilated(images, kernels, (1, 1), pads, **options)
     return swapped.transpose(1, 2, 0, 3)
@@ -112,7 +112,7 @@ def _convolve_backward(
         by_kernel = _filter_gradient(x, cotangent, window, steps, padding, precision)
         if skips:
             behind = [(whole - 1) % stride for whole, stride in zip(saved[0].shape[1:3], strides, strict=True)]
-            by_input = _spread(by_input, strides, behind)
+            by_input = _dilate(by_input, strides, behind)
         return by_input, by_kernel
 
     def ordinary(x: jax.Array, kernel: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:

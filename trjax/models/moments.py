@@ -208,7 +208,7 @@ def convolve_and_normalise(
     Mean and variance of x @ kernel are the kernel's product with the mean of x, and its quadratic form with the
     covariance of x; both gradients follow from these and from the correlation of x with the cotangent. Where there
     are more features than channels, that is less to move. Padding gives some constant. The variance is a difference of
-    float32 sums, whose error grows with the square of mean over deviation of `x`: nothing behind a ReLU, 2e-3 at 30.
+    float32 sums, whose error grows with the square of mean over deviation of `x`: nothing after a ReLU, 2e-3 at 30.
 
     Args:
         reduce_moments: shares the moments over the devices.

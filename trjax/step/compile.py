@@ -20,7 +20,7 @@ class Deferred:
     """Called as the function itself; the first call waits until it is there, and raises what its making raised."""
 
     def __init__(self, make: Callable[[], Any], maker: ThreadPoolExecutor) -> None:
-        """Starts to make it, behind what the maker was given before.
+        """Starts to make it, after everything that the maker was given before.
 
         Args:
             make: returns the function.

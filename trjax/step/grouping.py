@@ -50,7 +50,7 @@ def list_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _backward_seconds(equation: Any, machine: Machine, num_gradients: int) -> float:
-    """Seconds of the backward of one convolution or matrix product, with the normalisation behind it."""
+    """Seconds of the backward of one convolution or matrix product, with the normalisation after it."""
     if equation.primitive.name not in ("conv_general_dilated", "dot_general"):
         return 0.0
     left, weights, output = (variable.aval for variable in (*equation.invars, *equation.outvars))
@@ -75,7 +75,7 @@ def predict_segments(
     """Returns the cost of every segment's backward on one GPU, in forward order, from shapes alone.
 
     Counted are convolutions and matrix products, both gradients of each (one in the first segment), and a BatchNorm
-    behind every convolution.
+    after every convolution.
 
     Args:
         chain: the model.
@@ -103,8 +103,8 @@ def predict_segments(
 def predict_exposed(costs: Sequence[SegmentCost], groups: Sequence[tuple[str, int]], machine: Machine) -> float:
     """Returns the seconds that a step waits for its AllReduces.
 
-    A group hides behind the backward up to where the next one is complete: the next is tied to it, and the compiler,
-    which does not know the link, waits for it there. The last hides behind the rest of the backward and the check
+    A group overlaps with the backward until the next one is complete: the next is tied to it, and the compiler,
+    which does not know the link, waits for it there. The last overlaps with the rest of the backward and the check
     that all that is reduced before is finite; every update waits for that of the last group itself.
 
     Args:
@@ -118,7 +118,7 @@ def predict_exposed(costs: Sequence[SegmentCost], groups: Sequence[tuple[str, in
     hidden = [after - before for before, after in pairwise(ends)]
     hidden.append(ready[names[-1]] - ends[-1] + _check_seconds(sum(size for _, size in groups[:-1]), machine))
     transfers = (predict_all_reduce(size_bytes, machine) for _, size_bytes in groups)
-    return sum(max(0.0, transfer - behind) for transfer, behind in zip(transfers, hidden, strict=True))
+    return sum(max(0.0, transfer - overlap) for transfer, overlap in zip(transfers, hidden, strict=True))
 
 
 def _check_seconds(size_bytes: int, machine: Machine) -> float:

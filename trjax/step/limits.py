@@ -44,7 +44,7 @@ def check_size(config: Config, mesh: Mesh, params: Any, spec: DataSpec, num_step
             "the end of an epoch ends a call; use fewer"
         )
     if config.profiled[0] > num_steps:
-        raise ValueError(f"profile_steps={config.profile_steps}: the run ends behind step {num_steps:,}")
+        raise ValueError(f"profile_steps={config.profile_steps}: the run ends after step {num_steps:,}")
     first_drop = min(config.optim.milestones, default=config.epochs) * num_steps / config.epochs
     if config.optim.warmup_steps > first_drop:
         raise ValueError(

@@ -73,7 +73,7 @@ def scale_by_lars(
 
 
 def scale_by_trust_ratio(mask: Any, sum_shards: Sum = _whole) -> optax.GradientTransformation:
-    """Makes every layer's update as long as its parameters: LAMB, behind Adam and the decay.
+    """Makes every layer's update as long as its parameters: LAMB, after Adam and the decay.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020.
 

@@ -12,7 +12,7 @@ from trjax.keys import stream_key
 from trjax.models.chain import Chain, init_chain
 
 FIRST_SCALE, LARGEST_SCALE, GROWTH_STEPS = 2.0**16, 2.0**24, 2000
-"""Of the loss scale: at the beginning, at most; good steps behind which it doubles."""
+"""Of the loss scale: at the beginning, at most; good steps after which it doubles."""
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +89,7 @@ def unscale(gradients: Any, loss_scale: Any) -> Any:
 
 
 def next_loss_scale(loss_scale: Any, finite: jax.Array) -> Any:
-    """Halves the factor behind a step that was not finite, doubles it behind 2000 good ones, up to a limit.
+    """Halves the factor after a step that was not finite, and doubles it after 2000 good ones, up to a limit.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018.
     """

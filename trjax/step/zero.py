@@ -157,7 +157,7 @@ def _last_update(optimizer: optax.GradientTransformation, params: Any, gradients
 
 _REFUSED = (
     "reducer=zero1: the optimizer {}: its update of a shard would not be the shard of its update; use another reducer, "
-    "or the norms of trjax.optim"
+    "or the norms of trjax.step.optim"
 )
 
 

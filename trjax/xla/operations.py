@@ -29,7 +29,7 @@ class Operation:
     Attributes:
         name: of its instruction.
         kind: `start` and `done` are the ends of an asynchronous collective, `blocking` is a collective that the
-            kernels behind it wait for.
+            kernels after it wait for.
         source: where in the Python program it comes from.
         read_bytes: read from device memory; of an operand that is only sliced, the slices.
         written_bytes: written to device memory.

@@ -50,7 +50,7 @@ def make_topology_mesh(target_config: str, hosts: int, gpus_per_host: int) -> Me
     """Returns the mesh over GPUs that need not be there: programs compile for it, and do not run.
 
     Args:
-        target_config: the GPU as text, `targets.compile_config`.
+        target_config: the GPU as text, `compile_config`.
         hosts: machines.
         gpus_per_host: in each.
 
