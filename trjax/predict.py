@@ -9,7 +9,7 @@ from typing import Annotated
 import jax
 import numpy as np
 import tyro
-from PIL import Image, ImageOps
+from PIL import Image
 
 from trjax.commands import run_command
 from trjax.data.images import open_image
@@ -49,8 +49,11 @@ def read_image(path: Path, image_shape: tuple[int, int, int]) -> np.ndarray:
         image = Image.fromarray(open_image(path.read_bytes()).decode()).convert("RGB" if channels == 3 else "L")
     except BadImageError as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
-    fitted = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
-    return np.asarray(fitted).reshape(height, width, channels)
+    scale = max(height / image.height, width / image.width)
+    size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
+    left, upper = (size[0] - width) // 2, (size[1] - height) // 2
+    resized = image.resize(size, Image.Resampling.BILINEAR)
+    return np.asarray(resized.crop((left, upper, left + width, upper + height))).reshape(height, width, channels)
 
 
 def classify(options: PredictOptions) -> str:
