@@ -64,7 +64,7 @@ Grouping = Callable[[Sequence[Tensor]], TensorGroups]
 def natural_key(name: str) -> list[tuple[int, str]]:
     """Returns a key that sorts numbers inside of names as numbers.
 
-    >>> sorted(["layer10", "layer2"], key=natural)
+    >>> sorted(["layer10", "layer2"], key=natural_key)
     ['layer2', 'layer10']
     """
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
