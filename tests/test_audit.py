@@ -16,8 +16,7 @@ from trjax.cost.collectives import CALL_SECONDS
 from trjax.cost.machines import Machine, Topology
 from trjax.cost.targets import TARGETS
 from trjax.mesh import AXIS, machine_of
-from trjax.step import collectives
-from trjax.step import layouts as forms
+from trjax.step import collectives, layouts
 from trjax.step.compile import lower_step
 from trjax.step.expected import expect
 from trjax.step.plan import make_plan
@@ -152,6 +151,6 @@ def test_other_all_reduces_than_planned_are_caught(fault: Any, monkeypatch: pyte
 
 
 def test_parameters_in_another_order_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    formats = partial(forms.state_formats, conv_order="HWIO")
-    monkeypatch.setattr(forms, "state_formats", lambda *what, conv_order: formats(*what))
+    formats = partial(layouts.state_formats, conv_order="HWIO")
+    monkeypatch.setattr(layouts, "state_formats", lambda *what, conv_order: formats(*what))
     assert failed(audited(dropped=("xla_gone",))) == ["transposes", "options"]

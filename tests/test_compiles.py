@@ -3,11 +3,11 @@
 A failed check in XLA ends the process, and would end pytest. So a child process compiles, and its death is a failed
 test that shows the check.
 
-XLA 0.10 fuses what computes the operand of a product into the product's Triton kernel, and ignores the stride of a
-slice on the way. It aborts if the next operation back takes a broadcast. BatchNorm from moments multiplies the input
-of a projection with stride 2, which is such a slice times the mask. Before the barrier in `moments.expand`, float32
-projections of 32x32 pixels aborted for H100, H200 and B200: XLA splits the sum there at the bounds of examples, and
-can then fuse the mask.
+XLA of jaxlib 0.10 (not of 0.12) fuses what computes the operand of a product into the product's Triton kernel, and
+ignores the stride of a slice on the way. It aborts if the next operation back takes a broadcast. BatchNorm from
+moments multiplies the input of a projection with stride 2, which is such a slice times the mask. Before the barrier in
+`moments._convolve_forward`, float32 projections of 32x32 pixels aborted for H100, H200 and B200: XLA splits the sum
+there at the bounds of examples, and can then fuse the mask.
 """
 
 import os

@@ -74,10 +74,10 @@ def test_out_of_range_says_how_many_there_are() -> None:
         make_mesh("0-8")
 
 
-def test_no_more_devices_than_the_cpu_can_play(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_devices_than_the_cpu_can_simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA would abort the process in its first AllReduce."""
     monkeypatch.setattr("trjax.mesh._DRIVER_FILES", ("/no/such/file",))
-    with pytest.raises(ValueError, match="devices='0-256': the CPU can play 256 devices at most"):
+    with pytest.raises(ValueError, match="devices='0-256': at most 256 simulated CPU devices"):
         start_platform("cpu", "0-256")
 
 

@@ -102,7 +102,7 @@ def start_platform(platform: Platform, devices: str, nccl: Sequence[str] = ()) -
 
     Raises:
         ValueError: `platform` is cuda and there is no NVIDIA driver, or `devices` is malformed or more than the CPU
-            can play.
+            can simulate.
     """
     indices = parse_devices(devices)
     for pair in nccl:
@@ -115,7 +115,7 @@ def start_platform(platform: Platform, devices: str, nccl: Sequence[str] = ()) -
         jax.config.update("jax_platforms", chosen)
         if indices and chosen == "cpu":
             if max(indices) >= _MAX_CPU_DEVICES:
-                raise ValueError(f"devices={devices!r}: the CPU can play {_MAX_CPU_DEVICES} devices at most")
+                raise ValueError(f"devices={devices!r}: at most {_MAX_CPU_DEVICES} simulated CPU devices")
             jax.config.update("jax_num_cpu_devices", max(indices) + 1)
 
 

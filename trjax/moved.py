@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,7 @@ def forward(old: str, *homes: str) -> Callable[[str], Any]:
         homes: modules that hold its names now.
     """
 
+    @cache  # `from ... import` asks a package twice, and one warning is enough
     def find(name: str) -> Any:
         for home in homes if not name.startswith("_") else ():
             if hasattr(module := import_module(home), name):

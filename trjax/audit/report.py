@@ -22,7 +22,7 @@ class Collective:
     """One collective of the step. Times in milliseconds from its start.
 
     Attributes:
-        group: of the plan; `statistics` of BatchNorm, `combined` by the compiler out of several, or `other`.
+        group: of arrays, as `Labels.group_of` names it.
         collective: its opcode, `all-reduce` for instance.
         reduces: what lies in the group.
         bytes: that each device hands in.

@@ -55,9 +55,10 @@ def check_size(config: Config, mesh: Mesh, params: Any, spec: DataSpec, num_step
         own = len(mesh.local_devices)
         elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
         pixels = config.global_batch * math.prod(spec.image_shape) * own / mesh.size
+        # Parameters and gradients are float32. Pixels are there as bytes, and as float32 for one micro-batch.
+        needed_bytes = own * elements * 2 * 4 + pixels * (1 + 4 / config.accumulate)
         require_memory(
             f"global_batch={config.global_batch} on {own} of the CPU's devices, with {elements:,} parameters on each",
-            own * elements * 2 * 4
-            + pixels * (1 + 4 / config.accumulate),  # gradients too; pixels as they come, and float32
+            needed_bytes,
             SMALLER,
         )

@@ -201,10 +201,10 @@ class PlanSpec:
 
 def _tile(members: Sequence[Tensor], spec: PlanSpec) -> tuple[tuple[Region, ...], int]:
     """Returns the regions of a group without gaps, in memory order, and the elements of one of its shards."""
+    kinds = list(RegionKind)
     offset, regions = 0, []
-    for tensor in sorted(
-        members, key=lambda tensor: list(RegionKind).index(tensor.kind)
-    ):  # stable: readiness in a kind
+    # A stable sort: within a kind, the order of readiness stays.
+    for tensor in sorted(members, key=lambda tensor: kinds.index(tensor.kind)):
         elements = math.prod(tensor.shape)
         elements = elements if tensor.kind is RegionKind.R_RESULT else math.ceil(elements / spec.shards)
         order = physical_order(tensor.shape, spec.conv_order)

@@ -48,7 +48,7 @@ def compile_lowered(lowered: Any) -> Compiled:
     """Compiles a lowered step with the options that it was jitted with, and reads what came out.
 
     Args:
-        lowered: from `jax.jit(...).lower(...)`, `step.compile.lower_step` for trjax's own.
+        lowered: from `jax.jit(...).lower(...)`.
     """
     with tempfile.TemporaryDirectory() as folder, without_cache():
         compiled = lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
