@@ -46,7 +46,7 @@ def train_anew(workdir: str, **changes: Any) -> tuple[Any, list[str]]:
 def test_compiled_programs_are_kept_beside_runs() -> None:
     first, hits = train_anew("runs/one")
     kept = sorted(Path("runs/.trjax-cache").iterdir())
-    assert any("block_step" in path.name for path in kept)
+    assert any("update" in path.name for path in kept)
     assert hits == []
     second, hits = train_anew("runs/two")
     assert len(hits) >= len(kept)

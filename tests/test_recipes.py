@@ -152,7 +152,7 @@ def test_images_grow_and_each_size_compiles_once(
             assert fit(config).finished
     finally:
         jax.config.update("jax_log_compiles", False)
-    compiled = [record for record in caplog.records if "Compiling jit(block_step)" in record.getMessage()]
+    compiled = [record for record in caplog.records if "Compiling jit(update)" in record.getMessage()]
     assert len(compiled) == 3
     caplog.clear()
     assert fit(replace(config, epochs=6)).step == 30  # nothing of the smaller ones is compiled again
