@@ -30,8 +30,8 @@ from trjax.mesh import make_mesh, start_platform
 from trjax.models.chain import Chain
 from trjax.models.resnet import Block, Head, StemSegment
 from trjax.step.plan import Plan
-from trjax.step.planner import plan_run
 from trjax.step.program import shape_run
+from trjax.step.run_plan import plan_run
 from trjax.xla.compiled import Compiled
 
 REDUCERS: tuple[Reducing, ...] = ("single", "per_leaf", "two_group")

@@ -48,9 +48,9 @@ from trjax.run.checkpoints import CheckpointInfo, decode, encode
 from trjax.step.compile import lower_step
 from trjax.step.expected import expect
 from trjax.step.layouts import conv_order_of
-from trjax.step.planner import plan_run
 from trjax.step.program import Program, make_program, shape_run
 from trjax.step.rules import analyze_step
+from trjax.step.run_plan import plan_run
 from trjax.xla.compiled import compile_lowered
 from trjax.xla.hlo import parse_module
 from trjax.xla.operations import list_operations

@@ -26,8 +26,8 @@ from trjax.cost.collectives import predict_efficiency
 from trjax.cost.machines import Machine, Topology, make_machine
 from trjax.cost.targets import find_target
 from trjax.mesh import start_platform
-from trjax.step.planner import Shapes, plan_run
 from trjax.step.program import make_program, shape_run
+from trjax.step.run_plan import Shapes, plan_run
 from trjax.xla.compiled import Compiled
 
 PROGRAMS = {"pmean": "#7f7f7f", "per_leaf": "#d62728", "two_group": "#1f77b4", "auto": "#2ca02c"}

@@ -17,8 +17,8 @@ from trjax.data.sources import load
 from trjax.mesh import make_mesh
 from trjax.models.chain import init_chain
 from trjax.step.compile import lower_step
-from trjax.step.planner import plan_run
 from trjax.step.program import Program, make_program, shape_run
+from trjax.step.run_plan import plan_run
 from trjax.trees import name_leaves
 from trjax.xla.compiled import compile_lowered
 

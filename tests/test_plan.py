@@ -19,8 +19,8 @@ from trjax.explain.plan import format_plan
 from trjax.step.buckets import Grouping, RegionKind, at_launches, ddp_buckets, one_each, one_group, two_groups
 from trjax.step.packing import pack, pack_shard, slice_regions, unpack
 from trjax.step.plan import ConvOrder, Plan, PlanSpec, make_plan
-from trjax.step.planner import compare_groupings
 from trjax.step.program import shape_run
+from trjax.step.run_plan import compare_groupings
 from trjax.trees import name_leaves, restore_leaves
 
 pytestmark = pytest.mark.fast

@@ -65,7 +65,7 @@ def test_blends_are_those_of_pillow(name: str, strength: float, image: np.ndarra
     assert np.abs(ours(name, strength, image).astype(int) - expected).max() <= 2  # Pillow rounds down in between
 
 
-def test_tables_are_those_of_pillow(image: np.ndarray) -> None:
+def test_toml_are_those_of_pillow(image: np.ndarray) -> None:
     pillow = Image.fromarray(image)
     for bits in range(2, 9):
         np.testing.assert_array_equal(ours("posterize", (8 - bits) / 6, image), ImageOps.posterize(pillow, bits))

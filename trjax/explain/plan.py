@@ -9,8 +9,8 @@ from trjax.cost.targets import CPU, find_target
 from trjax.mesh import parse_devices, start_platform
 from trjax.step.layouts import conv_order_of
 from trjax.step.plan import Plan
-from trjax.step.planner import compare_groupings
 from trjax.step.program import shape_run
+from trjax.step.run_plan import compare_groupings
 from trjax.text import format_table
 
 

@@ -24,9 +24,9 @@ from trjax.step.expected import expect
 from trjax.step.limits import SMALLER
 from trjax.step.options import nccl_settings, probe_options
 from trjax.step.plan import Plan
-from trjax.step.planner import compare_groupings
 from trjax.step.program import make_program, shape_run
 from trjax.step.rules import analyze_step
+from trjax.step.run_plan import compare_groupings
 from trjax.text import format_table
 from trjax.xla.compiled import Compiled, compile_lowered
 from trjax.xla.topology import compile_config, make_topology_mesh

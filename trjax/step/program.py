@@ -25,8 +25,8 @@ from trjax.step.limits import check_size, count_examples
 from trjax.step.optim import make_optimizer
 from trjax.step.options import probe_options, train_step_options
 from trjax.step.plan import NUM_SCORES, Plan
-from trjax.step.planner import Shapes, plan_run
 from trjax.step.reducers import Reducer, make_reducer
+from trjax.step.run_plan import Shapes, plan_run
 from trjax.step.spec import Accumulate, GradientPlan, ReduceTotals, StepSpec, TrainStep
 from trjax.step.state import StateSpec, TrainState, init_state
 from trjax.step.update import make_train_step, train_split
