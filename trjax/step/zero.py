@@ -58,8 +58,8 @@ def _convert(
 
 def shard_state(optimizer: optax.GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
     """Returns the state with its optimizer state in shards, one behind the other, shape (shards * elements,) each."""
-    spread = lambda region, leaf: split_shards(region, leaf, plan.shards).reshape(-1)  # noqa: E731
-    return _convert(optimizer, plan, state, spread)
+    split = lambda region, leaf: split_shards(region, leaf, plan.shards).reshape(-1)  # noqa: E731
+    return _convert(optimizer, plan, state, split)
 
 
 def join_state(optimizer: optax.GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
