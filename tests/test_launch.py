@@ -134,7 +134,7 @@ def test_two_processes_read_the_images_that_one_does(environment: dict[str, str]
 def test_the_death_of_one_ends_all_and_loses_nothing(environment: dict[str, str]) -> None:
     """It is process 0, which holds what the others meet by."""
     killed = launch(environment, "--epochs", "4000", "--devices", "0", "--workdir", "run")
-    wait_for("epoch 2/", killed)
+    wait_for("epoch 3/", killed)  # the save after epoch 2 has waited for the one after epoch 1
     os.kill(children_of(killed)[0], signal.SIGKILL)
     began = time.monotonic()
     assert killed.wait(100) == 137, Path("log").read_text()

@@ -80,7 +80,8 @@ def test_a_run_takes_a_profile(
     table = {line[:21].strip(): line[21:].split() for line in said.splitlines()}
     parts = [float(table[name][0]) for name in ("computing", "exposed communication", "waiting for input")]
     idle, step = (float(table[name][0]) for name in ("idle otherwise", "step"))
-    assert min(parts) > 0
+    assert min(parts[:2]) > 0
+    assert parts[2] >= 0  # the host may place every batch while the devices still compute
     assert "psum" not in said  # a sum is no kernel
     assert step == pytest.approx(sum(parts) + idle, abs=0.003)
     assert "conv_general_dilated" in said
