@@ -35,9 +35,9 @@ class DataConfig(Checked):
     num_classes: NonNegativeInt32 = 0
     """Synthetic, where 0 means 10; of files: what was found in them, which a run writes down."""
     train_examples: NonNegativeInt32 = 0
-    """Likewise; 0 means 2048."""
+    """Training examples of data.source=synthetic; 0 means 2048. Of files: the number found in them."""
     test_examples: NonNegativeInt32 = 0
-    """Likewise; 0 means 512."""
+    """Test examples of data.source=synthetic; 0 means 512. Of files: the number found in them."""
     on_error: Annotated[Literal["skip", "stop"], MAY_CHANGE] = "skip"
     """What becomes of an image that cannot be read: it is named and counts for nothing, or the run stops."""
     workers: Annotated[NonNegativeInt32, MAY_CHANGE] = 0

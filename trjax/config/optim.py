@@ -35,7 +35,7 @@ class OptimConfig(Checked):
     warmup_epochs: NonNegativeFloat32 = 0.0
     """Linear warm-up from near 0."""
     warmup_steps: NonNegativeInt32 = 0
-    """The same in steps, in place of epochs."""
+    """Linear warm-up from near 0, counted in steps; 0 means that warmup_epochs counts."""
     milestones: Annotated[tuple[NonNegativeFloat32, ...], INCREASING] = ()
     """Schedule step only: epochs at which the rate is multiplied by `step_factor`."""
     step_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1

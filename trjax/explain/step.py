@@ -54,7 +54,7 @@ class StepOptions:
     json: str = ""
     """File for all figures as JSON."""
     figure: str = ""
-    """Picture of the timeline; the ending names the format."""
+    """File for a figure of the timeline; the ending names the format."""
 
 
 @dataclass(frozen=True)
